@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes small.json, with which engine/src/cpu/tests/goldens.rs checks small random models: all types of weights, all families, all kinds of
+"""Writes small.json, with which crates/engine/src/cpu/tests/goldens.rs checks small random models: all types of weights, all families, all kinds of
 RoPE scaling. The test writes the models. Run this script only if these models change.
 
     pip install gguf numpy llama-cpp-python

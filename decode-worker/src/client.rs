@@ -1,7 +1,7 @@
 //! The client of an attempt. Messages to the client are recorded in the attempt's span and in its ledger entry.
 
 use std::sync::Once;
-use tandem_node::trace::Span;
+use tandem_process::trace::Span;
 use tandem_proto::v1::{GenerateReply, PrefillChunk, PrefillTimeline, generate_reply::Message};
 use tandem_worker::{Disconnected, LedgerEntry, ReplySender};
 

@@ -24,7 +24,7 @@ use handles::Handles;
 use memory::EngineMemory;
 use service::Service;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     channel::{Channels, Listener, MESSAGE_BYTES_MAX, PeerRole},
     v1::{decode_server::DecodeServer, worker_info::Role},

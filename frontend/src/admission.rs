@@ -11,7 +11,7 @@ use crate::{
 use axum::http::StatusCode;
 use parking_lot::Mutex;
 use std::sync::Arc;
-use tandem_node::{Counts, Shutdown, listen::Peer, trace::Span};
+use tandem_process::{Counts, Shutdown, listen::Peer, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
@@ -169,7 +169,7 @@ impl Drop for Admitted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_node::Metrics;
+    use tandem_process::Metrics;
 
     fn admission(all: usize, per_client: Option<usize>) -> (Admission, Metrics, Shutdown) {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());

@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
     time::Duration,
 };
-use tandem_node::Metrics;
+use tandem_process::Metrics;
 
 /// The maximum number of bytes read from a file. A result has less than 200 bytes.
 const READ_MAX_BYTES: u64 = 64 << 10;

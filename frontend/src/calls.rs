@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use parking_lot::Mutex;
 use serde::Serialize;
 use std::{collections::HashMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
-use tandem_node::{Metrics, line_file::LineFile, listen::Peer};
+use tandem_process::{Metrics, line_file::LineFile, listen::Peer};
 use tokio::time::{Instant, sleep};
 
 /// The maximum length of a path in the audit log, in bytes. Only `/v1/models/ID` can be longer.

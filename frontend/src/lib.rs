@@ -39,8 +39,8 @@ use http::{App, Origins, Trust};
 use keys::Keys;
 use model::Models;
 use std::{sync::Arc, time::Duration};
-pub use tandem_node::listen::{TlsFiles, TlsFilesError};
-use tandem_node::{
+pub use tandem_process::listen::{TlsFiles, TlsFilesError};
+use tandem_process::{
     Metrics, Shutdown,
     discovery::DiscoveryError,
     listen::{self, ConnectionLimits, Drain, Tls},

@@ -5,7 +5,7 @@ use axum::http::StatusCode;
 use metrics::{Counter, Gauge, Histogram};
 use parking_lot::Mutex;
 use std::{collections::HashSet, time::Duration};
-use tandem_node::{Metrics, listen::ConnectionMetrics};
+use tandem_process::{Metrics, listen::ConnectionMetrics};
 use tandem_proto::v1::FailureReason;
 
 /// The maximum number of workers in [`FrontendMetrics::reporting`].

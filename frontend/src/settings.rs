@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use ipnet::IpNet;
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
-use tandem_node::{
+use tandem_process::{
     discovery::MemberSource,
     line_file::LineFile,
     listen::{Hosts, TlsFiles},

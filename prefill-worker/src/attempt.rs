@@ -7,7 +7,7 @@ use crate::{
 use futures::FutureExt;
 use tandem_engine::{CachedTokens, Event, Prefill};
 use tandem_kv::Namespace;
-use tandem_node::trace::Span;
+use tandem_process::trace::Span;
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Waiting, prefill_reply, prefill_request},

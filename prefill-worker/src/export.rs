@@ -7,7 +7,7 @@ use crate::{
 };
 use tandem_engine::{Event, KvHandle};
 use tandem_kv::{HashKey, Namespace, prompt_digest};
-use tandem_node::trace::Span;
+use tandem_process::trace::Span;
 use tandem_proto::v1::{
     self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Submitted, prefill_reply, prefill_request,
 };

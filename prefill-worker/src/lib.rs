@@ -12,7 +12,7 @@ mod service;
 use service::Service;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::HashKey;
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     channel::{Listener, MESSAGE_BYTES_MAX},
     v1::{prefill_server::PrefillServer, worker_info::Role},

@@ -7,7 +7,7 @@ use crate::{
     failure::{Ended, Protocol, Report},
 };
 use std::{sync::Arc, time::Duration};
-use tandem_node::trace::Span;
+use tandem_process::trace::Span;
 use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill};
 use tandem_worker::{Disconnected, Replies, ReplySender};
 use tonic::{Request, Response, Status, Streaming};

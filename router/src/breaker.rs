@@ -7,7 +7,7 @@
 
 use crate::worker_bookings::BookingId;
 use std::time::Duration;
-use tandem_node::Backoff;
+use tandem_process::Backoff;
 use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 

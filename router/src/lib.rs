@@ -38,7 +38,7 @@ use std::{
     sync::Arc,
     time::Duration,
 };
-use tandem_node::{
+use tandem_process::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Members},
     supervise,

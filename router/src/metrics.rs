@@ -3,7 +3,7 @@
 
 use crate::{applied::Applied, index::Skipped};
 use metrics::{Counter, Gauge, Histogram};
-use tandem_node::Metrics;
+use tandem_process::Metrics;
 use tandem_proto::v1::WorkerInfo;
 
 /// Metrics of the router itself; [`RouterMetrics::new`] has their help texts.

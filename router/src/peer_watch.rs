@@ -6,7 +6,7 @@ use crate::{
     watch::{Lost, Remote, Watch},
 };
 use std::convert::Infallible;
-use tandem_node::Backoff;
+use tandem_process::Backoff;
 use tandem_proto::{
     channel,
     v1::{BookingsRequest, router_client::RouterClient},

@@ -11,7 +11,7 @@ use futures::{
 };
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 use tandem_kv::SequenceHash;
-use tandem_node::{Shutdown, discovery::MemberSource, trace::Span};
+use tandem_process::{Shutdown, discovery::MemberSource, trace::Span};
 use tandem_proto::{
     ClusterKey, TEXT_BYTES_MAX,
     v1::{

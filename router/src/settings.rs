@@ -6,7 +6,7 @@ use std::{
     hash::{BuildHasher, RandomState},
     time::Duration,
 };
-use tandem_node::{discovery::MemberSource, events::Broker, trace::Tracer};
+use tandem_process::{discovery::MemberSource, events::Broker, trace::Tracer};
 use tandem_proto::v1::Identity;
 
 /// The settings of one router.

@@ -6,7 +6,7 @@ use crate::{
     subscription::SubscriptionError,
 };
 use std::{convert::Infallible, sync::Arc, time::Duration};
-use tandem_node::{Backoff, retry::error_chain};
+use tandem_process::{Backoff, retry::error_chain};
 use tandem_proto::channel::{Channel, Network};
 use tokio::time::{sleep, timeout};
 use tonic::{Status, transport::Endpoint};
@@ -98,7 +98,7 @@ pub(crate) trait Watch {
 mod tests {
     use super::*;
     use crate::settings::RouterSettings;
-    use tandem_node::Metrics;
+    use tandem_process::Metrics;
     use tandem_proto::v1::{WorkerInfo, worker_info::Role};
     use tokio::{
         sync::mpsc::{UnboundedSender, unbounded_channel},

@@ -13,7 +13,7 @@ use crate::{
 };
 use std::{convert::Infallible, time::Duration};
 use tandem_kv::Snapshot;
-use tandem_node::{
+use tandem_process::{
     Backoff,
     events::{Broker, unix_us},
 };

@@ -18,7 +18,7 @@ use serde_json::json;
 use std::{fs, net::SocketAddr, time::Duration};
 use tandem_adapter::vllm::{KvEvents, VllmSettings, connect};
 use tandem_kv::{HashKey, Namespace};
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     channel::{self, Channel, Network, endpoint},
     v1::{

@@ -10,6 +10,13 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace").to_owned()
 }
 
+/// Returns the folders of all crates: those with a manifest in the root folder or in `crates`.
+pub fn crates() -> Vec<PathBuf> {
+    let folders =
+        [root(), root().join("crates")].into_iter().flat_map(|parent| fs::read_dir(parent).expect("the workspace is readable"));
+    folders.flatten().map(|entry| entry.path()).filter(|path| path.join("Cargo.toml").exists()).collect()
+}
+
 /// Returns the text of a source file.
 pub fn text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{} is not readable as UTF-8: {error}", path.display()))

@@ -10,16 +10,16 @@ const ALLOWED: [(&str, &[&str]); 15] = [
     ("model", &[]),
     ("grammar", &["kv"]),
     ("proto", &["kv"]),
-    ("node", &["proto", "kv"]),
+    ("process", &["proto", "kv"]),
     ("engine", &["grammar", "kv", "model"]),
-    ("transfer", &["node", "proto", "kv"]),
-    ("router", &["node", "proto", "kv"]),
+    ("transfer", &["process", "proto", "kv"]),
+    ("router", &["process", "proto", "kv"]),
     ("simulator", &["kv", "load", "router"]),
-    ("frontend", &["node", "proto", "grammar", "kv", "model"]),
-    ("worker", &["node", "proto", "kv", "engine"]),
-    ("adapter", &["worker", "node", "grammar", "kv", "engine"]),
-    ("prefill-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
-    ("decode-worker", &["worker", "node", "proto", "grammar", "kv", "engine", "transfer"]),
+    ("frontend", &["process", "proto", "grammar", "kv", "model"]),
+    ("worker", &["process", "proto", "kv", "engine"]),
+    ("adapter", &["worker", "process", "grammar", "kv", "engine"]),
+    ("prefill-worker", &["worker", "process", "proto", "kv", "engine", "transfer"]),
+    ("decode-worker", &["worker", "process", "proto", "grammar", "kv", "engine", "transfer"]),
 ];
 
 /// The maximum number of lines of a file.
@@ -78,7 +78,7 @@ fn broken_rules(name: &str, text: &str) -> Vec<String> {
     if lines > LINES_MAX {
         found.push(format!("{name} has {lines} lines: split it by topic"));
     }
-    let library = name.contains("/src/") && !name.starts_with("tandem/") && !name.starts_with("tests/");
+    let library = name.contains("/src/") && !name.starts_with("crates/tandem/") && !name.starts_with("tests/");
     for (number, line) in text.lines().enumerate() {
         let code = line.trim_start();
         if code.starts_with("//") {
@@ -157,14 +157,14 @@ fn files_are_short_and_do_not_print() {
 fn violations_of_file_rules_are_detected() {
     let long = "x\n".repeat(LINES_MAX + 1);
     for (name, text, expected) in [
-        ("kv/src/a.rs", "fn a() { println!(\"x\") }", 1),
-        ("tandem/src/a.rs", "fn a() { println!(\"x\") }", 0),
-        ("kv/benches/a.rs", "fn a() { println!(\"x\") }", 0),
-        ("kv/src/a.rs", "/// Not `println!(`.", 0),
-        ("kv/src/a.rs", "// TODO faster", 1),
-        ("kv/src/a.rs", "#[path = \"a_tests.rs\"]\nmod tests;", 1),
-        ("kv/src/a.rs", "// TODO faster when there are 512 workers", 0),
-        ("kv/src/a.rs", long.as_str(), 1),
+        ("crates/kv/src/a.rs", "fn a() { println!(\"x\") }", 1),
+        ("crates/tandem/src/a.rs", "fn a() { println!(\"x\") }", 0),
+        ("crates/kv/benches/a.rs", "fn a() { println!(\"x\") }", 0),
+        ("crates/kv/src/a.rs", "/// Not `println!(`.", 0),
+        ("crates/kv/src/a.rs", "// TODO faster", 1),
+        ("crates/kv/src/a.rs", "#[path = \"a_tests.rs\"]\nmod tests;", 1),
+        ("crates/kv/src/a.rs", "// TODO faster when there are 512 workers", 0),
+        ("crates/kv/src/a.rs", long.as_str(), 1),
     ] {
         assert_eq!(broken_rules(name, text).len(), expected, "{name}: {}", &text[..20.min(text.len())]);
     }

@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     path::Path,
 };
-use tandem_tests::workspace::{root, text};
+use tandem_tests::workspace::{crates, text};
 
 /// A module's path from the crate's root, such as `["http", "app"]`.
 type Module = Vec<String>;
@@ -93,14 +93,11 @@ fn cycles(all: &BTreeMap<Module, String>) -> BTreeSet<BTreeSet<Module>> {
 #[test]
 fn crates_have_no_import_cycles() {
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(root()).expect("the workspace is readable").flatten() {
-        let source = entry.path().join("src");
-        if entry.path().join("Cargo.toml").exists() && source.exists() {
-            let mut all = BTreeMap::new();
-            modules(&source, &[], &mut all);
-            let names = |cycle: &BTreeSet<Module>| cycle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(", ");
-            found.extend(cycles(&all).iter().map(|cycle| format!("{:?}: {}", entry.file_name(), names(cycle))));
-        }
+    for folder in crates() {
+        let mut all = BTreeMap::new();
+        modules(&folder.join("src"), &[], &mut all);
+        let names = |cycle: &BTreeSet<Module>| cycle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(", ");
+        found.extend(cycles(&all).iter().map(|cycle| format!("{}: {}", folder.display(), names(cycle))));
     }
     assert!(found.is_empty(), "{} cycles:\n{}", found.len(), found.join("\n"));
 }

@@ -3,7 +3,7 @@
 
 #[path = "deploy/chart.rs"]
 mod chart;
-#[path = "../../node/tests/servers/mod.rs"]
+#[path = "../../crates/process/tests/servers/mod.rs"]
 mod servers;
 
 use anyhow::{Context, Result, anyhow, ensure};

@@ -5,7 +5,7 @@
 //! that the memory in use does not grow.
 //! A failure names the seed of its input; `TANDEM_FUZZ_SEED` starts with that input. Coverage does not guide the mutations.
 
-#[path = "../../model/tests/writer/mod.rs"]
+#[path = "../../crates/model/tests/writer/mod.rs"]
 mod writer;
 
 use anyhow::{Context, Result, ensure};

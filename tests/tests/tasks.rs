@@ -2,14 +2,14 @@
 //! process that looks healthy and does not work.
 
 use std::{collections::BTreeMap, path::Path};
-use tandem_tests::workspace::{root, text};
+use tandem_tests::workspace::{crates, root, text};
 
 /// What happens when a task or thread panics, or ends too early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// It works for one request, connection, transfer or call, which fails with it.
     EndsItsRequest,
-    /// It is started again (`tandem_node::supervise`, or a loop of its own).
+    /// It is started again (`tandem_process::supervise`, or a loop of its own).
     StartsAgain,
     /// The process ends with an error that names it.
     EndsTheProcess,
@@ -25,39 +25,39 @@ use Fate::*;
 
 /// The files that start tasks or threads, with the number of places in each.
 const STARTS: &[(&str, usize, Fate)] = &[
-    ("adapter/src/job.rs", 1, EndsItsRequest),
-    ("adapter/src/vllm/subscription.rs", 1, EndsItsWorker),
-    ("engine/src/cpu/threads.rs", 1, EndsItsWorker),
-    ("engine/src/cuda/pool.rs", 1, EndsItsWorker),
-    ("engine/src/handle.rs", 1, EndsItsWorker),
-    ("engine/src/handle/constraints.rs", 3, EndsItsRequest),
-    ("engine/src/sampling/masks.rs", 1, EndsItsRequest),
+    ("crates/adapter/src/job.rs", 1, EndsItsRequest),
+    ("crates/adapter/src/vllm/subscription.rs", 1, EndsItsWorker),
+    ("crates/engine/src/cpu/threads.rs", 1, EndsItsWorker),
+    ("crates/engine/src/cuda/pool.rs", 1, EndsItsWorker),
+    ("crates/engine/src/handle.rs", 1, EndsItsWorker),
+    ("crates/engine/src/handle/constraints.rs", 3, EndsItsRequest),
+    ("crates/engine/src/sampling/masks.rs", 1, EndsItsRequest),
     ("frontend/src/audit.rs", 1, EndsItsRequest),
     ("frontend/src/cores.rs", 1, EndsItsRequest),
-    ("grammar/src/stack.rs", 1, EndsItsRequest),
-    ("load/src/dispatch.rs", 2, EndsItsRequest),
-    ("load/src/replay.rs", 1, EndsItsRequest),
-    ("node/src/discovery/watch.rs", 1, StartsAgain),
-    ("node/src/line_file.rs", 1, IsCounted),
-    ("node/src/listen/mod.rs", 2, EndsItsRequest),
-    ("node/src/shutdown.rs", 4, Passes),
-    ("node/src/telemetry.rs", 1, IsCounted),
-    ("node/src/watched_file.rs", 1, EndsTheProcess),
+    ("crates/grammar/src/stack.rs", 1, EndsItsRequest),
+    ("crates/load/src/dispatch.rs", 2, EndsItsRequest),
+    ("crates/load/src/replay.rs", 1, EndsItsRequest),
+    ("crates/process/src/discovery/watch.rs", 1, StartsAgain),
+    ("crates/process/src/line_file.rs", 1, IsCounted),
+    ("crates/process/src/listen/mod.rs", 2, EndsItsRequest),
+    ("crates/process/src/shutdown.rs", 4, Passes),
+    ("crates/process/src/telemetry.rs", 1, IsCounted),
+    ("crates/process/src/watched_file.rs", 1, EndsTheProcess),
     ("proto/src/channel/tls.rs", 1, EndsItsRequest),
     ("router/src/lib.rs", 1, StartsAgain),
-    ("simulator/src/trace.rs", 1, EndsItsRequest),
-    ("tandem/src/chat/answer.rs", 1, EndsItsRequest),
-    ("tandem/src/cluster/external.rs", 2, StartsAgain),
-    ("tandem/src/cluster/mod.rs", 1, EndsItsRequest),
-    ("tandem/src/cluster/parts.rs", 5, EndsTheProcess),
-    ("tandem/src/cluster/process.rs", 2, EndsTheProcess),
-    ("tandem/src/cluster/weights.rs", 1, EndsTheProcess),
-    ("tandem/src/model/pypi.rs", 3, EndsItsRequest),
-    ("transfer/src/blocking.rs", 2, EndsItsRequest),
-    ("transfer/src/nccl/receiver.rs", 3, EndsItsRequest),
-    ("transfer/src/nccl/sender.rs", 3, EndsItsRequest),
-    ("worker/src/requests.rs", 1, EndsItsRequest),
-    ("worker/src/scheduled.rs", 1, EndsItsRequest),
+    ("crates/simulator/src/trace.rs", 1, EndsItsRequest),
+    ("crates/tandem/src/chat/answer.rs", 1, EndsItsRequest),
+    ("crates/tandem/src/cluster/external.rs", 2, StartsAgain),
+    ("crates/tandem/src/cluster/mod.rs", 1, EndsItsRequest),
+    ("crates/tandem/src/cluster/parts.rs", 5, EndsTheProcess),
+    ("crates/tandem/src/cluster/process.rs", 2, EndsTheProcess),
+    ("crates/tandem/src/cluster/weights.rs", 1, EndsTheProcess),
+    ("crates/tandem/src/model/pypi.rs", 3, EndsItsRequest),
+    ("crates/transfer/src/blocking.rs", 2, EndsItsRequest),
+    ("crates/transfer/src/nccl/receiver.rs", 3, EndsItsRequest),
+    ("crates/transfer/src/nccl/sender.rs", 3, EndsItsRequest),
+    ("crates/worker/src/requests.rs", 1, EndsItsRequest),
+    ("crates/worker/src/scheduled.rs", 1, EndsItsRequest),
 ];
 
 /// Returns the lines of a file's product code that start a task or a thread.
@@ -89,12 +89,8 @@ fn find(dir: &Path, found: &mut BTreeMap<String, usize>) {
 #[test]
 fn every_task_that_outlives_a_request_is_supervised() {
     let mut found = BTreeMap::new();
-    for entry in std::fs::read_dir(root()).expect("the workspace is readable").flatten() {
-        let source = entry.path().join("src");
-        let is_product = !["tests", "bench"].iter().any(|name| entry.file_name() == *name);
-        if is_product && source.is_dir() {
-            find(&source, &mut found);
-        }
+    for folder in crates().iter().filter(|folder| !folder.ends_with("tests")) {
+        find(&folder.join("src"), &mut found);
     }
     let listed: BTreeMap<String, usize> = STARTS.iter().map(|(file, count, _)| ((*file).to_owned(), *count)).collect();
     assert_eq!(found, listed, "add each new place to STARTS, with what happens when its task panics or ends too early");

@@ -3,7 +3,7 @@
 use super::placement::Placement;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, Priority, RequestId, SequenceHash, TokenId};
-use tandem_node::trace::Span;
+use tandem_process::trace::Span;
 use tandem_proto::v1::{EqualPrompt, ExistingPlacement, Identity, RoutePrompt, Sampling};
 use tokio::{sync::watch, time::Instant};
 

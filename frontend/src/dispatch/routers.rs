@@ -348,7 +348,7 @@ impl Drop for Held<'_> {
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use tandem_node::Metrics;
+    use tandem_process::Metrics;
     use tandem_proto::v1::FailureReason;
 
     const WAIT: Duration = Duration::from_secs(2);

@@ -13,7 +13,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::{sync::Arc, time::Duration};
-use tandem_node::listen::{Peer, PeerAddress};
+use tandem_process::listen::{Peer, PeerAddress};
 
 /// The header in which Anthropic's clients send a key.
 const KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");

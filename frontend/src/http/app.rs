@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 use std::{collections::BTreeSet, num::NonZero, sync::Arc, time::Duration};
 use tandem_grammar::Constraint;
 use tandem_kv::{HashKey, Namespace, Priority};
-use tandem_node::{Metrics, Shutdown, trace::Tracer};
+use tandem_process::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{
     channel::{Network, PeerRole},
     v1::Identity,

@@ -16,7 +16,7 @@ use axum::{
     middleware::{Next, from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
 };
-use tandem_node::listen::Hosts;
+use tandem_process::listen::Hosts;
 
 /// Adds the checks to `routes`. `hosts`: the names accepted in the header `Host`; `None`: all names. Pages of `origins` may use the API.
 pub(crate) fn guarded(routes: Router, hosts: Option<Hosts>, origins: Origins) -> Router {

@@ -23,7 +23,7 @@ use axum::{
 use bytes::Bytes;
 use std::sync::Arc;
 use tandem_kv::Priority;
-use tandem_node::listen::{Peer, PeerAddress};
+use tandem_process::listen::{Peer, PeerAddress};
 use tokio::sync::watch;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");

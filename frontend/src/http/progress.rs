@@ -12,7 +12,7 @@ use axum::http::StatusCode;
 use serde::Serialize;
 use std::sync::Arc;
 use tandem_kv::RequestId;
-use tandem_node::trace::Span;
+use tandem_process::trace::Span;
 use tandem_proto::v1::{FailureReason, PrefillChunk, Scheduled};
 use tokio::time::Instant;
 

@@ -7,7 +7,7 @@ use crate::{
 };
 use futures::StreamExt;
 use std::convert::Infallible;
-use tandem_node::discovery::Members;
+use tandem_process::discovery::Members;
 use tandem_proto::{Difference, v1::WorkersReply};
 use tonic::Code;
 

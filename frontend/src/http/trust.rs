@@ -5,7 +5,7 @@ use crate::{error::ApiError, settings::ExposeDetails};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
 use std::net::IpAddr;
-use tandem_node::listen::{PeerAddress, contains};
+use tandem_process::listen::{PeerAddress, contains};
 
 /// The headers that proxies add to the requests they forward.
 const FORWARDED: [HeaderName; 4] =

@@ -11,7 +11,7 @@ use std::{
     num::NonZeroU32,
     path::{Path, PathBuf},
 };
-use tandem_node::Secret;
+use tandem_process::Secret;
 
 /// The maximum size of the file. It suffices for 50,000 keys.
 pub(super) const FILE_BYTES_MAX: u64 = 16 << 20;

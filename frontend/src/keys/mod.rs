@@ -17,7 +17,7 @@ use limits::{Bucket, Shortage};
 use parking_lot::Mutex;
 use ring::{hmac, rand::SystemRandom};
 use std::{collections::HashMap, convert::Infallible, fmt, num::NonZeroU32, path::PathBuf, sync::Arc, time::Duration};
-use tandem_node::{Metrics, watched_file::WatchedFile};
+use tandem_process::{Metrics, watched_file::WatchedFile};
 use tokio::time::Instant;
 
 /// The keys of a file that were read at the start, for [`FrontendSettings::api_keys`](crate::FrontendSettings::api_keys).
@@ -150,7 +150,7 @@ impl Keys {
                         watched.outdated.set(0.0);
                     }
                     Err(error) => {
-                        let error = tandem_node::retry::error_chain(&error);
+                        let error = tandem_process::retry::error_chain(&error);
                         tracing::error!(
                             error,
                             "the last valid API keys stay in use, so no key is revoked until the file is valid"

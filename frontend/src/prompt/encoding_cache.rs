@@ -10,7 +10,7 @@ use metrics::{Counter, Gauge};
 use parking_lot::Mutex;
 use std::{hash::BuildHasher, sync::Arc};
 use tandem_kv::{Namespace, TokenId};
-use tandem_node::Metrics;
+use tandem_process::Metrics;
 
 /// Shorter parts are not remembered. Encoding them costs little more than finding them.
 const PART_BYTES_MIN: usize = 32;

@@ -4,7 +4,7 @@ use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
-use tandem_node::listen::Hosts;
+use tandem_process::listen::Hosts;
 use tokio::net::TcpListener;
 
 async fn status_and_code(reply: Reply) -> (u16, Value) {

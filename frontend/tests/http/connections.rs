@@ -5,7 +5,7 @@ use hyper::StatusCode;
 use serde_json::{Value, json};
 use std::time::Duration;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::channel::{Arrivals, Listener, Network};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 use tandem_frontend::{ApiKey, ApiKeyFile, ApiKeys, CacheIsolation, FrontendSettings, KeyCache, ServedModel};
-use tandem_node::line_file::LineFile;
+use tandem_process::line_file::LineFile;
 use tandem_proto::v1::Priority;
 use tempfile::TempDir;
 

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::v1::{
     BookingsReply, BookingsRequest, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, FinishReply,
     FinishRequest, Finished, GenerateReply, GenerateRequest, Placement, PromptLogprobs, RouteReply, RouteRequest, Scheduled,

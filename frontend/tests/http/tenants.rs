@@ -4,7 +4,7 @@ use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 use tandem_frontend::{CacheIsolation, ExposeDetails, FrontendSettings};
-use tandem_node::{
+use tandem_process::{
     Metrics,
     trace::{TraceSettings, Tracer},
 };

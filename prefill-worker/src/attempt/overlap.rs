@@ -11,7 +11,7 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_kv::{BlockAccess, Priority, ReadyBlock, Ticket};
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{channel::Network, v1::worker_info::Role};
 use tandem_transfer::{
     Lifetime, Progress, Refused, SendPath, SendPaths, SendSettings, SimulatedNetwork, SimulatedPath, TransferMode,

@@ -42,7 +42,7 @@ use peers::Peers;
 use placement::Placer;
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_kv::{InstanceId, KvBatch, Snapshot};
-use tandem_node::Metrics;
+use tandem_process::Metrics;
 use tandem_proto::v1::{self, WorkerInfo};
 use tokio::{
     sync::{Notify, watch},
@@ -88,7 +88,7 @@ impl Cluster {
         let settings = Arc::new(settings);
         let state = State {
             settings: settings.clone(),
-            instance_id: tandem_node::new_instance_id().into(),
+            instance_id: tandem_process::new_instance_id().into(),
             metrics: RouterMetrics::new(metrics),
             members: Members::new(settings.seed),
             unavailable: UnavailableWorkers::default(),

@@ -1,13 +1,13 @@
 //! A router discovers its workers through etcd. The list in etcd is only a hint: a worker whose stream is open stays a member, even if etcd
 //! does not list it.
 
-#[path = "../../../node/tests/servers/mod.rs"]
+#[path = "../../../crates/process/tests/servers/mod.rs"]
 pub mod servers;
 
 use crate::fake::{FakeWorker, TestRouter, prompt, worker};
 use servers::Server;
 use std::time::Duration;
-use tandem_node::discovery::{EtcdSettings, MemberSource, Role};
+use tandem_process::discovery::{EtcdSettings, MemberSource, Role};
 use tandem_proto::v1::worker_info;
 use tandem_router::{PrefillPlace, RouterSettings};
 

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, Snapshot, StoredChain};
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     channel, event_batch, snapshot_chunks,
     v1::{

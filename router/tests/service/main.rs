@@ -10,7 +10,7 @@ mod peers;
 use fake::{BLOCK, FakeWorker, TestRouter, chain, chosen, hashes, prompt, soon, stored, worker};
 use std::time::Duration;
 use tandem_kv::{Change, Load, Snapshot};
-use tandem_node::{Metrics, Shutdown, discovery::MemberSource};
+use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     snapshot_chunks,
     v1::{FailureReason, RoutePrompt, RouteReply, WorkerRef, route_reply, route_request, watch_reply, worker_info::Role},

@@ -6,7 +6,7 @@ use crate::{
 };
 use std::time::Duration;
 use tandem_kv::{KvBatch, KvEvent, Load};
-use tandem_node::{
+use tandem_process::{
     Metrics,
     events::{Broker, NatsAuth, NatsSettings},
 };

@@ -5,7 +5,7 @@ use crate::{
     local, remote,
 };
 use std::time::Duration;
-use tandem_node::discovery::MemberSource;
+use tandem_process::discovery::MemberSource;
 use tandem_proto::v1::{BookingsRequest, ExistingPlacement, Identity, RoutePrompt, WorkersReply, worker_info::Role};
 use tandem_router::RouterSettings;
 use tokio::net::TcpListener;

@@ -381,10 +381,10 @@ mod tests {
 
     /// Payloads that vLLM 0.32.0 published, as hexadecimal digits.
     const RECORDED: [&str; 4] = [
-        include_str!("../../../adapter/testdata/vllm-0.32/stored.hex"),
-        include_str!("../../../adapter/testdata/vllm-0.32/hits_then_stored.hex"),
-        include_str!("../../../adapter/testdata/vllm-0.32/cleared_then_stored.hex"),
-        include_str!("../../../adapter/testdata/vllm-0.32/removed_then_stored.hex"),
+        include_str!("../../../crates/adapter/testdata/vllm-0.32/stored.hex"),
+        include_str!("../../../crates/adapter/testdata/vllm-0.32/hits_then_stored.hex"),
+        include_str!("../../../crates/adapter/testdata/vllm-0.32/cleared_then_stored.hex"),
+        include_str!("../../../crates/adapter/testdata/vllm-0.32/removed_then_stored.hex"),
     ];
 
     #[test]

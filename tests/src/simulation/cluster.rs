@@ -24,8 +24,8 @@ use tandem_engine::{
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_kv::{BlockId, HashKey, SequenceHash};
-use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     ClusterKey,
     channel::{Channel, endpoint},

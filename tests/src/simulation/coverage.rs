@@ -3,7 +3,7 @@
 use super::client::Outcome;
 use std::ops::AddAssign;
 use tandem::audit::Samples;
-use tandem_node::Metrics;
+use tandem_process::Metrics;
 
 /// Counters of the events that one simulation, or several of them, exercised.
 #[derive(Clone, Copy, Debug, Default)]

@@ -35,7 +35,7 @@ use std::{
 };
 use tandem::audit;
 use tandem_kv::{Namespace, sequence_hashes};
-use tandem_node::Metrics;
+use tandem_process::Metrics;
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep, sleep_until, timeout},

@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
     time::Duration,
 };
-use tandem_node::Shutdown;
+use tandem_process::Shutdown;
 use tandem_proto::{
     ClusterKey,
     channel::{Arrivals, Dial, Listener, Network},

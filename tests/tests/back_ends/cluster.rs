@@ -4,7 +4,7 @@ use super::*;
 use serde_json::{Value, json};
 use tandem::audit;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::discovery::MemberSource;
+use tandem_process::discovery::MemberSource;
 use tandem_router::RouterSettings;
 use tandem_tests::{
     Answer, Client, Endpoint, prose,

@@ -6,7 +6,7 @@ use crate::{
     failures::FakeDecodeWorker,
     harness::{Cluster, Setup, TIMEOUT, Worker, channel, prompt},
 };
-use tandem_node::{Metrics, Shutdown};
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     ClusterKey,
     channel::{Channel, Listener, Network, endpoint},

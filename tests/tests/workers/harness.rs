@@ -15,8 +15,8 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_kv::{BlockId, KvMemory};
-use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     channel::endpoint,
     v1::{

@@ -8,7 +8,7 @@ use crate::prompt::EncodingCache;
 use std::{collections::HashMap, sync::Arc};
 use tandem_kv::Namespace;
 use tandem_model::TokenizerData;
-use tandem_node::Metrics;
+use tandem_process::Metrics;
 
 /// Returns GPT-2's character for each byte.
 fn byte_characters() -> Vec<String> {

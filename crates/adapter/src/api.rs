@@ -1,0 +1,127 @@
+//! The requests that an adapter sends to an engine's server. Each kind of engine implements them with its own protocol.
+
+use crate::http::HttpError;
+use futures::stream::BoxStream;
+use std::borrow::Cow;
+use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
+use tandem_kv::{Namespace, TokenId};
+use tandem_process::retry::error_chain;
+
+/// The server of an external engine.
+#[tonic::async_trait]
+pub(crate) trait Api: Send + Sync + 'static {
+    /// Checks whether the engine supports what the request needs.
+    ///
+    /// # Errors
+    /// Returns a refusal that names the unsupported feature.
+    fn check(&self, _generate: &Generate) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
+    ///
+    /// # Errors
+    /// Fails if the engine refuses the request, or fails without reporting the number of cached tokens.
+    async fn export(&self, call: &Call) -> Result<Exported, EngineFailure>;
+
+    /// Generates an answer. The last chunk of the stream has [`Chunk::usage`]. Dropping the stream cancels the request.
+    ///
+    /// # Errors
+    /// Fails if the engine refuses the request or fails. An item of the stream is an error for the same reasons.
+    async fn generate(
+        &self,
+        call: &Call,
+        sampling: &Sampling,
+        pull: Option<KvHandle>,
+    ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure>;
+
+    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives; `None` for the first token.
+    ///
+    /// # Errors
+    /// Fails if the engine refuses the request or fails.
+    async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure>;
+
+    /// Ends a request early. Its stream still ends with a chunk that has [`Chunk::usage`].
+    async fn abort(&self, request_id: &str);
+}
+
+/// A request to an external engine.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub request_id: String,
+    pub namespace: Namespace,
+    pub tokens: Vec<TokenId>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Exported {
+    /// The handle with which another engine pulls the KV; an error if the engine holds no KV, as after an aborted request.
+    pub handle: Result<KvHandle, EngineFailure>,
+    /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
+    pub cached_tokens: Option<u32>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Chunk {
+    pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
+    pub finish: Option<Finish>,
+    /// Tokens that the engine found in its prefix cache, if it reports them before its answer ends.
+    pub counted: Option<u32>,
+    /// The engine's report about the request, in the last chunk; `None` in all other chunks.
+    pub usage: Option<Usage>,
+}
+
+/// The reason why an answer has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Finish {
+    Stop,
+    Length,
+    Aborted,
+}
+
+/// The engine's report about a request that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Usage {
+    /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
+    pub cached_tokens: Option<u32>,
+}
+
+/// The reason why the engine did not serve a request.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EngineFailure {
+    #[error("the engine is at capacity: {0}")]
+    Full(String),
+    /// The engine can never serve this request.
+    #[error("the engine refuses the request: {0}")]
+    Invalid(String),
+    /// The engine refuses all calls of the adapter, for example because its key is wrong.
+    #[error("the engine does not accept calls from this worker (HTTP {status}): {message}; check its address, key and version")]
+    Denied { status: u16, message: String },
+    /// The engine failed while it served the request.
+    #[error("the engine failed: {0}")]
+    Failed(String),
+    /// The engine is unreachable, or the connection was lost before the answer was complete.
+    #[error("the connection to the engine failed")]
+    Connection(#[from] HttpError),
+    /// The engine's answer violates the protocol.
+    #[error("the engine sent an invalid answer: {0}")]
+    Protocol(String),
+}
+
+impl EngineFailure {
+    /// Returns the refusal that the worker reports, or `None` if the worker reports a failure.
+    pub fn refusal(&self) -> Option<Refusal> {
+        match self {
+            Self::Full(_) => Some(Refusal::Full),
+            Self::Invalid(message) => {
+                Some(Refusal::Unsupported(Cow::Owned(format!("the engine refuses the request: {message}"))))
+            }
+            Self::Denied { .. } | Self::Protocol(_) => Some(Refusal::Unusable(Cow::Owned(self.to_string()))),
+            Self::Connection(error) if error.cannot_have_ended_the_server() => {
+                Some(Refusal::Unusable(Cow::Owned(error_chain(error))))
+            }
+            // The engine may have ended under the request.
+            Self::Failed(_) | Self::Connection(_) => None,
+        }
+    }
+}

@@ -1,0 +1,426 @@
+//! A job on an external engine: its task waits for a place in the engine, sends the job's requests to the engine and reports their events.
+
+use crate::{
+    api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
+    books::Work,
+    shared::{Shared, Tiers},
+    slots::{QueuedRequest, Slot},
+};
+use futures::{StreamExt, future::try_join_all};
+use std::{
+    iter,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tandem_engine::{
+    CachedTokens, Event, FinishReason, Generate, Generated, KvHandle, KvSource, Prefill, Refusal, Sampling, Started,
+    TokenLogprobs,
+};
+use tandem_kv::TokenId;
+use tandem_process::retry::error_chain;
+use tandem_worker::Job;
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinSet,
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Maximum number of events that wait for a slow reader. While this many events wait, the engine's answer is not read.
+const EVENTS_MAX: usize = 64;
+
+/// The worker's handle of a job. Dropping this value ends the job's requests in the engine.
+pub(crate) struct AdapterJob {
+    events: mpsc::Receiver<Event>,
+    handle: Option<oneshot::Sender<KvHandle>>,
+    cancelled: CancellationToken,
+    _task: JoinSet<()>,
+}
+
+#[tonic::async_trait]
+impl Job for AdapterJob {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.events.poll_recv(context)
+    }
+
+    async fn pull(&mut self, handle: KvHandle) {
+        // Sending fails only if the job has ended, which the job's events report.
+        self.handle.take().map(|sender| sender.send(handle));
+    }
+
+    fn cancel(&mut self) {
+        self.cancelled.cancel();
+    }
+}
+
+struct Task {
+    api: Arc<dyn Api>,
+    shared: Arc<Shared>,
+    events: mpsc::Sender<Event>,
+    cancelled: CancellationToken,
+}
+
+enum Ended {
+    Dropped,
+    Event(Event),
+}
+
+impl From<EngineFailure> for Ended {
+    fn from(failure: EngineFailure) -> Self {
+        match failure.refusal() {
+            Some(refusal) => {
+                if matches!(refusal, Refusal::Unusable(_)) {
+                    tracing::warn!("{refusal}");
+                }
+                Self::Event(Event::Refused(refusal))
+            }
+            None => {
+                tracing::warn!(error = %error_chain(&failure), "a request to the engine failed");
+                Self::Event(Event::Failed)
+            }
+        }
+    }
+}
+
+fn start<F>(
+    shared: &Arc<Shared>,
+    api: &Arc<dyn Api>,
+    waiting: Waiting,
+    run: impl FnOnce(Task, Running) -> F + Send + 'static,
+) -> AdapterJob
+where
+    F: Future<Output = Result<(), Ended>> + Send,
+{
+    let (events, receiver) = mpsc::channel(EVENTS_MAX);
+    let (sender, handle) = oneshot::channel();
+    let cancelled = CancellationToken::new();
+    let task = Task { api: Arc::clone(api), shared: Arc::clone(shared), events: events.clone(), cancelled: cancelled.clone() };
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
+        let Waiting { mut queued, work } = waiting;
+        let slot = tokio::select! {
+            biased;
+            () = task.events.closed() => return,
+            () = task.cancelled.cancelled() => return,
+            slot = queued.slot() => slot,
+        };
+        let submitted = Instant::now();
+        work.submitted();
+        let closed = events.clone();
+        let running = Running { _slot: slot, work, handle, submitted };
+        if events.send(Event::Submitted).await.is_err() {
+            return;
+        }
+        tokio::select! {
+            biased;
+            // The worker has dropped the job. Dropping the future of `run` ends the job's requests in the engine.
+            () = closed.closed() => {}
+            ended = run(task, running) => {
+                if let Err(Ended::Event(event)) = ended {
+                    drop(events.send(event).await);
+                }
+            }
+        }
+    });
+    AdapterJob { events: receiver, handle: Some(sender), cancelled, _task: tasks }
+}
+
+struct Waiting {
+    queued: QueuedRequest,
+    work: Work,
+}
+
+struct Running {
+    _slot: Slot,
+    work: Work,
+    handle: oneshot::Receiver<KvHandle>,
+    submitted: Instant,
+}
+
+pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
+    let Prefill { request_id, account, priority, namespace, prompt } = prefill;
+    let queued = shared.slots.enqueue(&account, priority, shared.blocks(prompt.len()))?;
+    let call = Call { request_id: shared.request_id(&request_id), namespace, tokens: prompt };
+    let new_tokens = call.tokens.len() - shared.known_tokens(&call.namespace, &call.tokens);
+    let work = Work::new(&shared.books, request_id, new_tokens, (call.tokens.len(), 1));
+    Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.export(call, running).await }))
+}
+
+pub(crate) fn generate(shared: &Arc<Shared>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
+    let queued = shared.slots.enqueue(&generate.account, generate.priority, shared.blocks(generate.prompt.len()))?;
+    let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
+    let new_tokens = match generate.kv {
+        KvSource::Handle => 0,
+        KvSource::Local | KvSource::Remote => generate.prompt.len() - shared.known_tokens(&generate.namespace, &generate.prompt),
+    };
+    let work = Work::new(&shared.books, generate.request_id.clone(), new_tokens, (generate.prompt.len(), samples));
+    Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.generate(generate, running).await }))
+}
+
+impl Task {
+    async fn send(&self, event: Event) -> Result<(), Ended> {
+        self.events.send(event).await.map_err(|_| Ended::Dropped)
+    }
+
+    /// Checks that the model has these tokens, as far as the server reports the size of its vocabulary.
+    fn check(&self, mut tokens: impl Iterator<Item = TokenId>) -> Result<(), EngineFailure> {
+        let size = self.shared.info.vocab_size;
+        tokens.find(|token| *token as usize >= size).map_or(Ok(()), |token| {
+            Err(EngineFailure::Protocol(format!("it has token {token}, but the model's vocabulary has only {size} tokens")))
+        })
+    }
+
+    async fn export(self, call: Call, running: Running) -> Result<(), Ended> {
+        let tiers = self.shared.tiers(&call);
+        let exporting = self.api.export(&call);
+        tokio::pin!(exporting);
+        let exported = tokio::select! {
+            biased;
+            exported = &mut exporting => exported?,
+            () = self.cancelled.cancelled() => {
+                self.api.abort(&call.request_id).await;
+                exporting.await?
+            }
+        };
+        // For a request that is aborted before its first token, vLLM always reports 0 cached tokens, even if it had found some.
+        let is_aborted = exported.handle.is_err() && self.cancelled.is_cancelled();
+        let cached = exported.cached_tokens.filter(|_| !is_aborted).map(|tokens| tiers.split(tokens));
+        let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
+        let took = running.submitted.elapsed();
+        self.send(Event::Scheduled { cached }).await?;
+        if is_aborted {
+            return Err(Ended::Dropped);
+        }
+        let handle = exported.handle?;
+        running.work.begun(call.tokens.len().saturating_sub(known), took);
+        self.shared.computed(&call);
+        self.send(Event::Exported(handle)).await
+    }
+
+    async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
+        let Running { _slot, work, handle, submitted } = running;
+        // If the KV comes from another engine, the time to the first token contains only the pull, not the other engine's prefill.
+        let (handle, submitted) = match generate.kv {
+            KvSource::Handle => (Some(handle.await.map_err(|_| Ended::Dropped)?), Instant::now()),
+            KvSource::Local | KvSource::Remote => (None, submitted),
+        };
+        let request_id = self.shared.request_id(&generate.request_id);
+        let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
+        let tiers = self.shared.tiers(&base);
+        if let Some(top) = generate.prompt_logprobs {
+            // The engine does not use its prefix cache for a request that asks for the prompt's logprobs.
+            let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
+            let logprobs = self.api.prompt_logprobs(&call, top).await?;
+            self.check(logprobs.iter().flat_map(alternatives))?;
+            self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
+            self.send(Event::Started(Started { queue: work.queued(), ..Started::default() })).await?;
+            self.send(Event::PromptLogprobs(logprobs)).await?;
+        }
+        let samples = match &generate.generated {
+            none if none.is_empty() => (0..generate.samples).map(|sample| Generated { sample, tokens: Vec::new() }).collect(),
+            resumed => resumed.clone(),
+        };
+        let answer = Answer {
+            task: &self,
+            generate: &generate,
+            base: &base,
+            tiers,
+            work: &work,
+            submitted,
+            begun: CancellationToken::new(),
+            reports_prompt: generate.prompt_logprobs.is_none(),
+            counts_prompt: generate.prompt_logprobs.is_none() && handle.is_none(),
+        };
+        let mut handle = handle;
+        let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
+        try_join_all(samples).await?;
+        // Each sample that has begun has recorded what the engine has computed for it. If only the prompt's logprobs were requested, there is none. A
+        // request that is cancelled before its first token may leave no blocks in the engine's cache.
+        if !answer.begun.is_cancelled() && !self.cancelled.is_cancelled() {
+            self.shared.computed(&base);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the tokens that are reported as alternatives of a token.
+fn alternatives(logprobs: &Option<TokenLogprobs>) -> impl Iterator<Item = TokenId> {
+    logprobs.iter().flat_map(|logprobs| logprobs.top.iter().map(|alternative| alternative.token))
+}
+
+/// The samples of one generation. Each is a separate request to the engine, with its own seed, as in Tandem's engine.
+struct Answer<'a> {
+    task: &'a Task,
+    generate: &'a Generate,
+    base: &'a Call,
+    tiers: Tiers,
+    work: &'a Work,
+    submitted: Instant,
+    /// Cancelled when the first sample has its first token. Only then are the other samples submitted, so that they find the prompt in the engine's
+    /// cache.
+    begun: CancellationToken,
+    /// Whether the first sample reports [`Event::Started`]. False if prompt logprobs were requested, because then the event was reported
+    /// before.
+    reports_prompt: bool,
+    /// Whether the first sample reports how many tokens were cached. False if prompt logprobs were requested or the KV comes from another
+    /// worker. The counts of the other samples are not reported, because they include the blocks that the first sample has stored.
+    counts_prompt: bool,
+}
+
+impl Answer<'_> {
+    async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), Ended> {
+        if !first {
+            tokio::select! {
+                biased;
+                () = self.task.cancelled.cancelled() => return Ok(()),
+                () = self.begun.cancelled() => {}
+            }
+        }
+        let Generated { sample, tokens } = generated;
+        let mut sampling = self.generate.sampling.clone();
+        sampling.seed = sampling.seed.wrapping_add(sample.into());
+        sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
+        sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
+        // The engine generates at least one token. If the limit is 0, that token is not reported.
+        let silent = sampling.max_tokens == Some(0);
+        sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
+        if silent && !(first && (self.reports_prompt || handle.is_some())) {
+            return self.task.send(Event::Finished { sample, reason: FinishReason::Length }).await;
+        }
+        let call = Call {
+            request_id: format!("{}-{sample}", self.base.request_id),
+            namespace: self.base.namespace.clone(),
+            tokens: [&self.generate.prompt, &*tokens].concat(),
+        };
+        match self.run(call, &sampling, (sample, first, silent), handle).await? {
+            Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
+            // The cancelled sample returns no error, because an error would also end the other samples before the first sample has reported the
+            // number of cached tokens.
+            None => Ok(()),
+        }
+    }
+
+    /// Generates a sample. The tokens of `call` become those that the engine has computed.
+    async fn run(
+        &self,
+        mut call: Call,
+        sampling: &Sampling,
+        (sample, first, silent): (u32, bool, bool),
+        handle: Option<KvHandle>,
+    ) -> Result<Option<FinishReason>, Ended> {
+        let Self { task, work, .. } = self;
+        // An engine pulls KV even after the lease of the KV has ended, so the adapter checks the time. The lease is twice as long as the handle is
+        // valid.
+        let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
+        let pulls = handle.is_some();
+        let failed = |failure: EngineFailure, has_begun: bool| {
+            let is_answer = matches!(failure, EngineFailure::Denied { .. } | EngineFailure::Protocol(_));
+            if pulls && !has_begun && (is_answer || failure.refusal().is_none()) {
+                tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
+                return Ended::Event(Event::PullFailed);
+            }
+            failure.into()
+        };
+        let mut chunks = task.api.generate(&call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
+        let room = (task.shared.info.context_length as usize).saturating_sub(call.tokens.len()).max(1);
+        let mut left = sampling.max_tokens.map_or(room, |max| room.min(max as usize));
+        let (mut has_begun, mut last_token, mut finish, mut aborted) = (false, None, None, false);
+        let mut counted = None;
+        loop {
+            let chunk = tokio::select! {
+                biased;
+                chunk = chunks.next() => chunk,
+                () = task.cancelled.cancelled(), if !aborted => {
+                    aborted = true;
+                    task.api.abort(&call.request_id).await;
+                    continue;
+                }
+            };
+            let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
+            let Chunk { mut tokens, finish: mut ended, counted: now, mut usage } =
+                chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
+            if tokens.len() > left {
+                tracing::warn!("the engine has generated more tokens than the request allows; the answer ends at the limit");
+                tokens.truncate(left);
+                ended = Some(Finish::Length);
+                usage.get_or_insert(Usage { cached_tokens: None });
+            }
+            left -= tokens.len();
+            task.check(tokens.iter().flat_map(|(token, logprobs)| iter::once(*token).chain(alternatives(logprobs))))?;
+            if counted.is_none() && now.is_some() {
+                counted = now;
+                self.count(first, now).await?;
+            }
+            if !has_begun && !tokens.is_empty() {
+                if lease_ends.is_some_and(|end| Instant::now() > end) {
+                    tracing::warn!("a prompt's KV was pulled after the end of its lease, and is not used");
+                    return Err(Ended::Event(Event::PullFailed));
+                }
+                has_begun = true;
+                self.begin(first, pulls, &call, counted).await?;
+            }
+            work.generated(tokens.len());
+            for (token, logprobs) in tokens {
+                last_token = Some(token);
+                call.tokens.push(token);
+                if !silent {
+                    task.send(Event::Token { sample, token, logprobs }).await?;
+                }
+            }
+            finish = ended.or(finish);
+            let Some(mut usage) = usage else { continue };
+            if aborted && !has_begun {
+                // For an aborted request, vLLM always reports 0 cached tokens, even if it had found some.
+                usage.cached_tokens = None;
+            }
+            let reason = match (finish, last_token) {
+                _ if silent => Some(FinishReason::Length),
+                (Some(Finish::Stop), Some(token)) => Some(FinishReason::Stop(token)),
+                (Some(Finish::Length), _) => Some(FinishReason::Length),
+                (Some(Finish::Aborted), _) if aborted => None,
+                _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
+            };
+            if counted.is_none() {
+                self.count(first, usage.cached_tokens).await?;
+            }
+            if has_begun {
+                // The engine does not compute the KV of an answer's last token.
+                call.tokens.pop();
+                task.shared.computed(&call);
+            }
+            return Ok(reason);
+        }
+    }
+
+    async fn count(&self, first: bool, tokens: Option<u32>) -> Result<(), Ended> {
+        if !(first && self.counts_prompt) {
+            return Ok(());
+        }
+        self.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.tiers.split(tokens)) }).await
+    }
+
+    async fn begin(&self, first: bool, pulls: bool, call: &Call, counted: Option<u32>) -> Result<(), Ended> {
+        if !first {
+            return Ok(());
+        }
+        self.begun.cancel();
+        let took = self.submitted.elapsed();
+        let known = counted.map_or(self.tiers.known(), |tokens| tokens as usize);
+        let computed = if pulls { 0 } else { call.tokens.len().saturating_sub(known) };
+        self.work.begun(computed, took);
+        if !self.reports_prompt {
+            return Ok(());
+        }
+        let started = Started {
+            queue: self.work.queued(),
+            kv_transfer: if pulls { took } else { Duration::ZERO },
+            kv_transfer_bytes: 0,
+            chunks: Vec::new(),
+        };
+        self.task.send(Event::Started(started)).await
+    }
+}
+
+#[cfg(test)]
+mod tests;

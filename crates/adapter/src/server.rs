@@ -1,0 +1,338 @@
+//! The connection of an adapter to the server of its engine, for all kinds of engines.
+
+use crate::{
+    Adapter,
+    api::{Api, EngineFailure},
+    books::Books,
+    failure,
+    http::{ClientError, HttpClient, HttpError},
+    mirror::WrongBlockSize,
+    shared::Shared,
+};
+use futures::future::BoxFuture;
+use hyper::Method;
+use std::{sync::Arc, time::Duration};
+use tandem_process::{Backoff, retry::error_chain};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, timeout},
+};
+
+/// The shortest and the longest pause between attempts to reach a server that is starting.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
+
+/// The time between two health checks of the engine.
+const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Time limit of a health check. A check without an answer is followed by another one.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The number of consecutive failed checks after which the engine counts as ended.
+const FAILED_CHECKS_MAX: u32 = 3;
+
+/// The shortest time between two reports of the load.
+const LOAD_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The reason why a server cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The server's address, key or certificate is invalid.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The server refuses the key of the adapter.
+    #[error("{0}")]
+    Denied(String),
+    /// The server does not report its KV cache.
+    #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
+    NoCacheConfig {
+        /// The data-parallel rank that the metrics lack.
+        rank: u32,
+    },
+    /// The server does not report its number of slots.
+    #[error("the engine's /props has no total_slots and n_ctx; use llama.cpp's server with one model")]
+    NoSlots,
+    /// The server serves no model.
+    #[error("the engine serves no model; start it with one")]
+    NoModel,
+    /// The engine's block size is not a multiple of the cluster's.
+    #[error(transparent)]
+    BlockSize(#[from] WrongBlockSize),
+    /// An address of KV events is invalid.
+    #[error("{0}")]
+    Endpoint(String),
+}
+
+/// The reason why the engine of an adapter counts as ended. A server that is started again is another instance.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineEnded {
+    /// The server no longer answers.
+    #[error("the engine no longer answers")]
+    Gone,
+    /// Another process answers at the server's address.
+    #[error("the engine was restarted")]
+    Restarted,
+}
+
+/// The description of a server's model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelDescription {
+    /// The model's id.
+    pub id: String,
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
+    pub root: Option<String>,
+    /// The maximum length of a sequence in tokens.
+    pub context_length: u32,
+}
+
+/// The description of a server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerDescription {
+    /// The model that the server serves.
+    pub model: ModelDescription,
+    /// The names of the model's LoRAs, which it serves as further models.
+    pub loras: Vec<String>,
+    /// The data-parallel ranks, each with the number of tokens that fit into its KV memory. There is at least one rank.
+    pub ranks: Vec<(u32, u64)>,
+}
+
+/// A value that differs between two runs of a server at one address; `None` if the server reports no such value.
+pub(crate) type Instance = Option<String>;
+
+#[tonic::async_trait]
+pub(crate) trait Server: Send + Sync + 'static {
+    /// Checks that the engine can work.
+    ///
+    /// # Errors
+    /// Fails if the server does not answer, or if it reports that the engine has failed.
+    async fn check_health(&self) -> Result<Instance, EngineFailure>;
+}
+
+pub(crate) struct Engine {
+    pub shared: Arc<Shared>,
+    pub family: Option<Arc<str>>,
+    pub instance: Instance,
+    /// The time without an answer to a health check and without progress after which the engine counts as hung.
+    pub silence_max: Duration,
+    /// Applies the engine's KV events until it has ended.
+    pub events: BoxFuture<'static, EngineEnded>,
+}
+
+/// An adapter that is connected to its engine's server.
+pub struct Connected {
+    /// The back end for a worker, which calls the server.
+    pub adapter: Adapter,
+    /// The model that the server serves.
+    pub model: ModelDescription,
+    follower: BoxFuture<'static, EngineEnded>,
+}
+
+impl Connected {
+    pub(crate) fn new<S: Api + Server>(server: Arc<S>, engine: Engine, model: ModelDescription, loras: Vec<String>) -> Self {
+        let Engine { shared, family, instance, silence_max, events } = engine;
+        let (hung, is_hung) = watch::channel(false);
+        let api: Arc<dyn Api> = server.clone();
+        let adapter = Adapter { shared: Arc::clone(&shared), api, family, loras: loras.into(), hung: is_hung };
+        let follower = async move {
+            let ended = tokio::select! {
+                ended = events => ended,
+                ended = check_health(&*server, &instance, silence_max, &shared.books, &hung) => ended,
+                () = publish_load(&shared) => EngineEnded::Gone,
+            };
+            shared.end();
+            ended
+        };
+        Self { adapter, model, follower: Box::pin(follower) }
+    }
+
+    /// Returns the back end, and the future that applies the server's KV events and checks its health until the engine has ended.
+    pub fn into_parts(self) -> (Adapter, impl Future<Output = EngineEnded> + Send) {
+        (self.adapter, self.follower)
+    }
+}
+
+/// Checks `/health`, at which a server answers 503 while its engine starts, and after its engine has failed.
+///
+/// # Errors
+/// Fails if the server does not answer, or answers with an error.
+pub(crate) async fn check_engine(http: &HttpClient) -> Result<(), EngineFailure> {
+    match failure::check(http.read(Method::GET, "/health", None, CHECK_TIMEOUT).await?) {
+        Err(EngineFailure::Full(message)) => Err(EngineFailure::Failed(format!("/health: {message}"))),
+        checked => checked.map(drop),
+    }
+}
+
+/// Describes a server, with retries until its engine is healthy and it answers.
+///
+/// # Errors
+/// Fails if the server refuses the adapter.
+pub(crate) async fn wait_until<T, F>(http: &HttpClient, describe: impl Fn() -> F) -> Result<T, ConnectError>
+where
+    F: Future<Output = Result<T, EngineFailure>>,
+{
+    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    loop {
+        let described = async {
+            check_engine(http).await?;
+            describe().await
+        };
+        let error = match described.await {
+            Ok(described) => return Ok(described),
+            Err(EngineFailure::Denied { status: 401 | 403, message }) => {
+                let reason = format!("the engine does not accept this worker's key ({message}); check --engine-key-file");
+                return Err(ConnectError::Denied(reason));
+            }
+            Err(error) => error_chain(&error),
+        };
+        if backoff.is_new_error(&error) {
+            tracing::info!(engine = http.url(), %error, "the engine is not ready yet; retrying");
+        }
+        sleep(backoff.next_delay()).await;
+    }
+}
+
+async fn publish_load(shared: &Shared) {
+    loop {
+        shared.books.changed.notified().await;
+        shared.publish();
+        sleep(LOAD_INTERVAL).await;
+    }
+}
+
+/// Checks the engine's health until the engine has ended. A slow answer does not show that the engine hangs: its machine may be busy. So the engine counts
+/// as hung if for `silence_max` no check is answered and no request makes progress.
+async fn check_health(
+    server: &impl Server,
+    instance: &Instance,
+    silence_max: Duration,
+    books: &Books,
+    hung: &watch::Sender<bool>,
+) -> EngineEnded {
+    let (mut failed, mut answered_at) = (0, Instant::now());
+    let limit = CHECK_TIMEOUT.min(silence_max);
+    loop {
+        sleep(HEALTH_INTERVAL).await;
+        let checked = timeout(limit, server.check_health()).await;
+        match checked.unwrap_or(Err(EngineFailure::Connection(HttpError::Timeout(limit)))) {
+            Ok(now) if now.is_some() && now != *instance => return EngineEnded::Restarted,
+            Ok(_) => {
+                (failed, answered_at) = (0, Instant::now());
+                hung.send_replace(false);
+            }
+            Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
+                let alive_at = books.progress_at().map_or(answered_at, |progress_at| progress_at.max(answered_at));
+                if alive_at.elapsed() >= silence_max && !hung.send_replace(true) {
+                    tracing::warn!(
+                        silence_s = silence_max.as_secs(),
+                        "the engine answers no health check and makes no progress; its requests are aborted"
+                    );
+                }
+            }
+            Err(error) => {
+                failed += 1;
+                tracing::debug!(error = %error_chain(&error), failed, "the engine's health check failed");
+                if failed >= FAILED_CHECKS_MAX {
+                    return EngineEnded::Gone;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        ServerSettings,
+        books::Work,
+        http::testing::serve,
+        llama_cpp::LlamaCppSettings,
+        vllm::{KvEvents, VllmSettings},
+    };
+    use parking_lot::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use tandem_kv::HashKey;
+
+    /// A server that accepts connections, and answers only while the value is true.
+    struct Silent(AtomicBool);
+
+    #[tonic::async_trait]
+    impl Server for Silent {
+        async fn check_health(&self) -> Result<Instance, EngineFailure> {
+            if self.0.load(Ordering::Relaxed) { Ok(None) } else { std::future::pending().await }
+        }
+    }
+
+    /// Returns the settings for a server at this URL of either kind.
+    fn of_both_kinds(url: &str) -> [ServerSettings; 2] {
+        let vllm = VllmSettings {
+            url: url.to_owned(),
+            key: None,
+            ca: None,
+            rank: None,
+            events: KvEvents::None,
+            block_size: None,
+            hash_key: HashKey::NONE,
+            running_max: 1,
+            waiting_max: 1,
+            nixl: false,
+            kv_lease: Duration::from_secs(30),
+            silence_max: Duration::from_secs(60),
+        };
+        let llama_cpp = LlamaCppSettings {
+            url: url.to_owned(),
+            key: None,
+            ca: None,
+            block_size: 16,
+            hash_key: HashKey::NONE,
+            waiting_max: 1,
+            prefix_caching: false,
+            silence_max: Duration::from_secs(60),
+        };
+        [ServerSettings::Vllm(vllm), ServerSettings::LlamaCpp(llama_cpp)]
+    }
+
+    #[tokio::test]
+    async fn server_is_not_used_before_its_engine_is_healthy() {
+        let paths = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&paths);
+        let url = serve(move |path| {
+            let mut seen = seen.lock();
+            seen.push(path.to_owned());
+            // The answers lack what a connection needs, so that the attempt ends.
+            let body = r#"{"data":[{"id":"m"}],"version":"1"}"#.to_owned();
+            (if *seen == ["/health"] { 503 } else { 200 }, body.len(), body)
+        })
+        .await;
+        for settings in of_both_kinds(&url) {
+            paths.lock().clear();
+            settings.inspect().await.expect_err("the server reports no KV cache");
+            assert_eq!(paths.lock()[..3], ["/health", "/health", "/v1/models"]);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn engine_hangs_if_it_is_silent_for_long_and_makes_no_progress() {
+        let (server, books) = (Silent(AtomicBool::new(true)), Arc::new(Books::default()));
+        let (hung, is_hung) = watch::channel(false);
+        let work = Work::new(&books, "a".to_owned(), 0, (1, 1));
+        work.submitted();
+        let story = async {
+            let after = async |seconds| {
+                sleep(Duration::from_secs(seconds)).await;
+                *is_hung.borrow()
+            };
+            assert!(!after(60).await, "the engine answers");
+            server.0.store(false, Ordering::Relaxed);
+            assert!(!after(20).await, "the engine is silent for less than the limit");
+            work.generated(1);
+            assert!(!after(25).await, "the engine has generated a token within the limit");
+            assert!(after(20).await, "the engine is silent and makes no progress");
+            server.0.store(true, Ordering::Relaxed);
+            assert!(!after(15).await, "the engine answers again");
+        };
+        tokio::select! {
+            () = story => {}
+            _ended = check_health(&server, &None, Duration::from_secs(30), &books, &hung) => panic!("the engine has not ended"),
+        }
+    }
+}

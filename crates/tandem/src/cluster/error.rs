@@ -1,0 +1,82 @@
+//! Errors that prevent the start of a cluster or end it.
+
+use crate::{
+    model::ModelError,
+    settings::{ClusterTlsArgsError, DiscoveryArgsError, KeyFileError},
+};
+use std::{error::Error, io, net::SocketAddr, path::PathBuf};
+use tandem_engine::cuda::CudaError;
+use tandem_frontend::{ApiKeyFileError, TlsFilesError};
+use tandem_process::{events::NatsError, trace::TraceError};
+
+/// The reason why a cluster or a process does not start or has ended. Each message says what to do.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
+pub enum StartError {
+    #[error("cannot listen on {address}; stop the process that listens there, or choose another address with {flag}")]
+    Listen { address: SocketAddr, flag: &'static str, source: io::Error },
+    #[error(transparent)]
+    Discovery(#[from] DiscoveryArgsError),
+    #[error(transparent)]
+    Key(#[from] KeyFileError),
+    #[error(transparent)]
+    ClusterTls(#[from] ClusterTlsArgsError),
+    #[error(transparent)]
+    Nats(#[from] NatsError),
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    #[error("the ledger {} cannot be opened; choose another file with --ledger", .path.display())]
+    Ledger { path: PathBuf, source: io::Error },
+    #[error("--tls-cert and --tls-key cannot be used")]
+    Tls(#[from] TlsFilesError),
+    #[error("--api-keys-file cannot be used")]
+    ApiKeys(#[from] ApiKeyFileError),
+    #[error("the audit log {} cannot be opened; choose another file with --audit-log", .path.display())]
+    AuditLog { path: PathBuf, source: io::Error },
+    #[error("the address of a listening socket cannot be read")]
+    LocalAddress(#[source] io::Error),
+    #[error("--tp needs --engine cuda; leave --tp out, or set --threads to use more of the CPU")]
+    OneDevice,
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    #[error(
+        "--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm"
+    )]
+    NoPrefillWorker,
+    #[error(
+        "`tandem up` starts engines of one model; for --extra-model, start workers of each model, a router and `tandem frontend`"
+    )]
+    OneModel,
+    #[error("{} cannot be read; set --engine-ca to a file with a CA certificate", .path.display())]
+    EngineCa { path: PathBuf, source: io::Error },
+    #[error("the engine at {url} cannot be used")]
+    ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
+    #[error("{0} is the name of a LoRA and of another model or another model's LoRA; give each a name of its own")]
+    AmbiguousModel(String),
+    #[error("no engine serves the model {0} of --extra-model; write the id that its server has in /v1/models")]
+    NoEngineOfModel(String),
+    #[error("--tool-call-parser or --reasoning-parser names the model {0}, which is not served; write the id of a served model")]
+    ParserOfUnknownModel(String),
+    #[error(
+        "the engine at {url} does not report where its model comes from, or names a directory that only its own machine has; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
+    )]
+    UnknownModel { url: String },
+    #[error(
+        "the engine at {url} says that its model is {model}, but an engine of another machine must not choose the tokenizer and chat template; set --model {model} if that is right, or --trust-engine-model to accept what engines name (--extra-model ID=MODEL for another engine's model)"
+    )]
+    UntrustedModel { url: String, model: String },
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error("the model {} cannot be served", .path.display())]
+    Unservable { path: PathBuf, source: Box<dyn Error + Send + Sync> },
+    #[error("the engine cannot be created; change --kv-capacity-tokens or --block-size")]
+    Engine(#[source] Box<dyn Error + Send + Sync>),
+    #[error("the {part} failed; restart the process; if it fails again, see the log (--log debug)")]
+    Part { part: String, source: Box<dyn Error + Send + Sync> },
+    /// A service of the cluster has ended without an error.
+    #[error("the {0} ended unexpectedly; restart the process; if it happens again, see the log (--log debug)")]
+    PartEnded(String),
+    /// All services of the cluster run, but the frontend is not ready.
+    #[error("the cluster was not ready in time; see the log (--log debug)")]
+    NotReady,
+}

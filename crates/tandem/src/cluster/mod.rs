@@ -1,0 +1,348 @@
+//! Runs a whole cluster in one process: the router, the workers and the frontend, which can also run as separate processes. They are connected by
+//! gRPC on loopback sockets.
+
+mod error;
+mod external;
+mod fleet;
+mod parts;
+mod process;
+mod weights;
+
+pub use error::StartError;
+pub use process::Process;
+
+use crate::{
+    http,
+    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, RestartArgs, UpSettings},
+};
+use parts::Parts;
+use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
+use tandem_engine::EngineHandle;
+use tandem_frontend::ServedModel;
+use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
+use tandem_proto::{
+    ClusterKey,
+    channel::Channel,
+    v1::{WorkersRequest, router_client::RouterClient, worker_info::Role},
+};
+use tokio::{
+    net::{TcpListener, TcpSocket},
+    time::Instant,
+};
+use weights::{DeviceShare, EngineConfig, with_parsers};
+
+/// Time limit between loading the model and the frontend's readiness. Connecting takes milliseconds, so a longer time shows that something is broken.
+const READY_WAIT: Duration = Duration::from_secs(30);
+const READY_POLL: Duration = Duration::from_millis(10);
+
+/// A process that serves requests: a whole cluster, or one of its roles.
+pub trait Served {
+    /// Returns a text for the operator that lists the running parts and their addresses.
+    fn introduction(&self) -> String;
+    /// Resolves when a part has failed, so that the process can no longer serve. This method is cancel-safe.
+    fn failed(&mut self) -> impl Future<Output = StartError>;
+    /// Makes the readiness check fail, so that load balancers send new work elsewhere. The work that still arrives is done.
+    fn announce_drain(&self);
+    /// Refuses new work, lets running work finish for `grace`, then stops everything.
+    fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
+}
+
+/// A running cluster. Dropping it stops everything immediately; [`Served::drain`] lets running requests finish first.
+pub struct Cluster {
+    /// The id that clients send as `model`. If there are several models, it is the id of the first one.
+    pub model_id: String,
+    /// The address of the OpenAI API.
+    pub frontend: SocketAddr,
+    /// The workers: first all prefill workers, then all decode workers.
+    pub workers: Vec<Worker>,
+    /// The address of the router's gRPC listener.
+    pub router: SocketAddr,
+    engine: EngineKind,
+    /// Whether clients need an API key.
+    needs_key: bool,
+    /// Whether the frontend serves https.
+    is_encrypted: bool,
+    /// The shutdown of the frontend. It is separate, because accepted requests still need the router and the workers while the frontend drains.
+    front: Shutdown,
+    back: Shutdown,
+    parts: Parts,
+}
+
+/// One worker of a cluster.
+pub struct Worker {
+    /// The worker's name, and the label of its metrics.
+    pub id: String,
+    /// The role of the worker, prefill or decode.
+    pub role: Role,
+    /// The address of the worker's gRPC listener.
+    pub address: SocketAddr,
+    /// The address, `host:port`, at which other workers reach this worker; `None` if they reach it at `address`.
+    pub advertise: Option<String>,
+    /// The id of the model that the worker serves.
+    pub model: String,
+    /// The names of the model's LoRAs, which the worker serves as further models.
+    pub loras: Vec<String>,
+    /// The engine in this process; `None` if the worker's engine is another process.
+    pub engine: Option<EngineHandle>,
+    kv_tokens: u64,
+}
+
+impl Worker {
+    fn models(&self) -> impl Iterator<Item = &String> {
+        std::iter::once(&self.model).chain(&self.loras)
+    }
+}
+
+/// Returns the tokens that fit into the engine's KV memory.
+fn kv_tokens(engine: &EngineHandle) -> u64 {
+    let info = engine.info();
+    u64::from(info.capacity_blocks) * u64::from(info.block_size)
+}
+
+impl Cluster {
+    /// Binds all sockets, loads the model (and downloads it first if necessary), starts every part, and waits until requests can be served.
+    ///
+    /// # Errors
+    /// Fails if the settings do not work together, if a socket cannot be bound, if the model cannot be loaded, or if a part fails.
+    pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
+        let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
+        config.check_device()?;
+        let prefills = match settings.model.engine {
+            EngineKind::Vllm | EngineKind::LlamaCpp => !settings.prefill_engine_url.is_empty(),
+            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => settings.prefill_workers > 0,
+        };
+        if settings.router.prefill == PrefillPlace::Remote && !prefills {
+            return Err(StartError::NoPrefillWorker);
+        }
+        if settings.model.engine.server().is_none() && !settings.frontend.extra_models.is_empty() {
+            return Err(StartError::OneModel);
+        }
+        let frontend = listen(settings.common.listen, "--listen").await?;
+        let mut cluster = Self::run(settings, config, frontend).await?;
+        cluster.wait_until_ready().await?;
+        Ok(cluster)
+    }
+
+    /// Returns a connection to the router. Must be called within a tokio runtime.
+    pub fn to_router(&self) -> Channel {
+        self.parts.channel(self.router)
+    }
+
+    /// Stops the cluster immediately: running requests are cancelled.
+    pub async fn stop(self) {
+        self.drain(Duration::ZERO).await;
+    }
+
+    async fn run(settings: UpSettings, mut config: EngineConfig, frontend: TcpListener) -> Result<Self, StartError> {
+        let (front, back) = (Shutdown::default(), Shutdown::default());
+        // All users of this machine can connect to the cluster's sockets. The key prevents them from calling its services.
+        let key = match (&settings.common.key, settings.model.engine.server()) {
+            (key, Some(_)) => key.read_or_keep()?,
+            (key, None) if *key == KeyArgs::default() => ClusterKey::random(),
+            (key, None) => key.read()?,
+        };
+        let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
+        parts.open_ledger(&settings.worker)?;
+        parts.open_access_files(&settings.frontend.tenants)?;
+        let (workers, served) = match settings.model.engine {
+            EngineKind::Vllm | EngineKind::LlamaCpp => fleet::workers(&parts, &settings, &mut config, &back).await?,
+            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
+                let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
+                (workers, vec![served])
+            }
+        };
+        // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
+        let fitted = |served: ServedModel| {
+            let of_model = workers.iter().filter(|worker| worker.models().any(|model| *model == served.id));
+            let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
+            served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
+        };
+        let mut served: Vec<ServedModel> = served.into_iter().map(fitted).collect();
+        let extra = served.split_off(1);
+        let served = served.pop().expect("a cluster has a model");
+        let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
+        let router_listener = loopback().await?;
+        let router = local_address(&router_listener)?;
+        let (model_id, address) = (served.id.clone(), local_address(&frontend)?);
+        let only_model = extra.is_empty().then_some(&*model_id);
+        let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
+        let peers = MemberSource::List(Vec::new());
+        parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
+        let is_encrypted = settings.frontend.tenants.tls_cert.is_some();
+        let needs_key = settings.frontend.tenants.api_keys_file.is_some();
+        let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
+        let restart = RestartArgs::of_one_process();
+        parts.frontend((frontend, None), (routers, restart), settings.frontend, (served, extra, sequences_max), &front);
+        Ok(Self {
+            model_id,
+            frontend: address,
+            needs_key,
+            is_encrypted,
+            workers,
+            engine: settings.model.engine,
+            router,
+            front,
+            back,
+            parts,
+        })
+    }
+
+    async fn wait_until_ready(&mut self) -> Result<(), StartError> {
+        let channel = self.to_router();
+        let (router, frontend, workers) = (RouterClient::new(channel), self.frontend, self.workers.len());
+        let metrics = self.is_encrypted.then(|| self.parts.metrics.clone());
+        let ready = async {
+            // A frontend is ready as soon as one decode worker has joined. This start waits for all workers, so that the first request can use each
+            // of them.
+            while !(joined(router.clone()).await == workers && is_ready(frontend, metrics.as_ref()).await) {
+                tokio::time::sleep(READY_POLL).await;
+            }
+        };
+        tokio::select! {
+            ready = tokio::time::timeout(READY_WAIT, ready) => ready.map_err(|_| StartError::NotReady),
+            error = self.failed() => Err(error),
+        }
+    }
+}
+
+impl Served for Cluster {
+    fn introduction(&self) -> String {
+        let (url, model) = (api_url(self.frontend, self.is_encrypted), &self.model_id);
+        let models: BTreeSet<&str> = self.workers.iter().flat_map(|worker| worker.models()).map(String::as_str).collect();
+        let models = models.into_iter().collect::<Vec<_>>().join(", ");
+        let verb = if models == *model { "is" } else { "are" };
+        let engine = match self.engine {
+            EngineKind::Cpu => "on the CPU",
+            EngineKind::Cuda => "on the GPU",
+            EngineKind::Sim => "simulated",
+            EngineKind::Vllm => "on vLLM",
+            EngineKind::LlamaCpp => "on llama.cpp",
+        };
+        let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
+        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
+        places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
+        // With keys, no key gives access to the page on this port.
+        places.extend((!self.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
+        let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
+        let body = format!(
+            r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
+        );
+        let key = if self.needs_key { " -H \"authorization: Bearer $TANDEM_API_KEY\"" } else { "" };
+        format!(
+            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  tandem chat {url}\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'\n"
+        )
+    }
+
+    async fn failed(&mut self) -> StartError {
+        self.parts.ended().await
+    }
+
+    fn announce_drain(&self) {
+        self.front.announce();
+    }
+
+    async fn drain(&self, grace: Duration) {
+        let until = Instant::now() + grace;
+        self.front.run(grace).await;
+        self.back.run(until.saturating_duration_since(Instant::now())).await;
+        self.parts.flush().await;
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.front.stop();
+        self.back.stop();
+    }
+}
+
+async fn own_workers(
+    parts: &Parts,
+    settings: &UpSettings,
+    config: &EngineConfig,
+    shutdown: &Shutdown,
+) -> Result<(Vec<Worker>, ServedModel), StartError> {
+    let loaded = config.clone().load().await?;
+    let mut workers = Vec::new();
+    let engines = settings.prefill_workers + settings.decode_workers;
+    if config.worker.tp > 1 && engines > 1 && std::env::var_os("NCCL_LAUNCH_ORDER_IMPLICIT").is_none() {
+        tracing::warn!(
+            engines,
+            "several engines of this process use the same GPUs with --tp, and NCCL does not guarantee that their all-reduces cannot wait for each other; set NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment (NCCL 2.26 or later), or run one worker per process on GPUs of its own"
+        );
+    }
+    let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
+    for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
+        let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
+        let address = local_address(&listener)?;
+        // A decode step has a short deadline. Its kernels must not wait for a prefill's.
+        let share = DeviceShare { engines, urgent: role == Role::Decode };
+        let engine = loaded.start(config, share, &parts.key)?;
+        let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
+        parts.worker(plan, listener, engine.clone(), shutdown);
+        let (model, kv_tokens) = (loaded.served.id.clone(), kv_tokens(&engine));
+        workers.push(Worker { id, role, address, advertise: None, model, loras: Vec::new(), kv_tokens, engine: Some(engine) });
+    }
+    Ok((workers, loaded.served))
+}
+
+async fn loopback() -> Result<TcpListener, StartError> {
+    listen(([127, 0, 0, 1], 0).into(), "--listen").await
+}
+
+/// The number of connections that the kernel queues until they are accepted: Linux's default maximum (`net.core.somaxconn`). When the queue
+/// is full, the kernel drops new connections, and clients see resets.
+const BACKLOG: u32 = 4_096;
+
+async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
+    bind(address, flag, false)
+}
+
+/// Binds a socket. `shared`: other processes may listen on the same port if they have set this as well.
+fn bind(address: SocketAddr, flag: &'static str, shared: bool) -> Result<TcpListener, StartError> {
+    let bound = || {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        // With this option, a restarted process can listen while connections of the previous process are still closing.
+        #[cfg(unix)]
+        socket.set_reuseaddr(true)?;
+        #[cfg(unix)]
+        socket.set_reuseport(shared)?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    };
+    bound().map_err(|source| StartError::Listen { address, flag, source })
+}
+
+fn local_address(listener: &TcpListener) -> Result<SocketAddr, StartError> {
+    listener.local_addr().map_err(StartError::LocalAddress)
+}
+
+async fn joined(mut router: RouterClient<Channel>) -> usize {
+    router.workers(WorkersRequest {}).await.map_or(0, |reply| reply.get_ref().workers.len())
+}
+
+/// Returns whether the frontend is ready, as a load balancer would check it at `/ready`. If the frontend serves https only, its metrics say so: its
+/// certificate need not be one for this address.
+async fn is_ready(frontend: SocketAddr, encrypted: Option<&Metrics>) -> bool {
+    if let Some(metrics) = encrypted {
+        return metrics.render().lines().any(|line| line == "tandem_frontend_ready 1");
+    }
+    let ready = tokio::task::spawn_blocking(move || http::get(&reachable(frontend).to_string(), "/ready"));
+    ready.await.is_ok_and(|reply| reply.is_ok_and(|reply| reply.status == 200))
+}
+
+/// Returns the URL at which this machine reaches the API.
+fn api_url(listens: SocketAddr, is_encrypted: bool) -> String {
+    format!("{}://{}", if is_encrypted { "https" } else { "http" }, reachable(listens))
+}
+
+/// Returns the address at which this machine reaches a listener: loopback if it listens on all addresses.
+fn reachable(mut address: SocketAddr) -> SocketAddr {
+    if address.ip().is_unspecified() {
+        address.set_ip(match address {
+            SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
+            SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
+        });
+    }
+    address
+}

@@ -1,0 +1,378 @@
+//! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
+
+use super::{EngineConfig, StartError, reachable};
+use crate::{
+    files::{self, Connections},
+    settings::{
+        ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RestartArgs, RouterArgs, TelemetryArgs, TenantArgs,
+        WorkerArgs,
+    },
+};
+use futures::FutureExt;
+use std::{convert::Infallible, future::Future, net::SocketAddr, time::Duration};
+use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
+use tandem_engine::EngineHandle;
+use tandem_frontend::{ApiKeys, FrontendSettings, ServedModel, TlsFiles};
+use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_process::{
+    Metrics, Shutdown,
+    discovery::MemberSource,
+    events::Broker,
+    line_file::LineFile,
+    new_instance_id,
+    trace::{TraceSettings, Tracer},
+};
+use tandem_proto::{
+    ClusterKey,
+    channel::{self, Arrivals, Channel, ClusterTls, Listener, Network, PeerRole},
+    v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
+};
+use tandem_router::RouterSettings;
+use tandem_transfer::TransferMode;
+use tandem_worker::{Backend, Ledger, WorkerSettings};
+use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
+
+/// Time limit of the wait for a first token. Clients and their proxies stop waiting within this time. A prefilled prompt waits for as long for a place
+/// on its decode worker, because another prefill would not make one free.
+const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
+
+/// The pause between attempts to read the worker's own description, which is available once its engine runs.
+const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
+
+/// Time limit for sending the buffered traces. A collector that does not respond must not delay the end of a process.
+const FLUSH_WAIT: Duration = Duration::from_secs(1);
+
+/// Starts the parts of this process, and reports when one of them ends. `up` starts all parts of a cluster, and a process of a role starts one.
+pub(super) struct Parts {
+    cluster: String,
+    pub(super) key: ClusterKey,
+    /// The certificate of this process; `None`: connections to other processes are not encrypted.
+    tls: Option<ClusterTls>,
+    block_size: u32,
+    ledger: Ledger,
+    /// The files that clients' requests concern, until the frontend takes them.
+    access: AccessFiles,
+    tracer: Tracer,
+    /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
+    pub(super) broker: Option<Broker>,
+    pub(super) metrics: Metrics,
+    ends: mpsc::Receiver<StartError>,
+    reports: mpsc::Sender<StartError>,
+    /// The background tasks that maintain metrics and traces.
+    upkeep: JoinSet<()>,
+}
+
+/// The opened files that clients' requests concern.
+#[derive(Default)]
+struct AccessFiles {
+    tls: Option<TlsFiles>,
+    keys: Option<ApiKeys>,
+    audit_log: Option<LineFile>,
+}
+
+/// Reports on drop that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
+struct Report {
+    part: String,
+    error: Option<Box<dyn std::error::Error + Send + Sync>>,
+    reports: mpsc::Sender<StartError>,
+}
+
+impl Parts {
+    /// Prepares to start parts of the cluster with this name and key. `service` names the process in traces.
+    pub(super) fn new(service: &'static str, cluster: &str, key: ClusterKey, settings: &CommonArgs) -> Result<Self, StartError> {
+        let metrics = Metrics::default();
+        // The first part that ends stops the process, so later reports are not needed.
+        let (reports, ends) = mpsc::channel(1);
+        let upkeep = metrics.clone().upkeep();
+        let TelemetryArgs { otlp_endpoint, trace_sample_ratio: sample_ratio, .. } = settings.telemetry.clone();
+        let (tracer, sending) = match otlp_endpoint {
+            Some(endpoint) => {
+                let instance = new_instance_id();
+                let (tracer, sending) = Tracer::new(TraceSettings { endpoint, sample_ratio, service, instance }, &metrics)?;
+                (tracer, Some(sending))
+            }
+            None => (Tracer::default(), None),
+        };
+        let mut parts = Self {
+            cluster: cluster.to_owned(),
+            key,
+            tls: None,
+            block_size: settings.block_size,
+            ledger: Ledger::default(),
+            access: AccessFiles::default(),
+            tracer,
+            broker: None,
+            metrics,
+            ends,
+            reports,
+            upkeep: JoinSet::new(),
+        };
+        parts.keep("metrics upkeep", upkeep);
+        if let Some(sending) = sending {
+            parts.keep("trace export", sending);
+        }
+        Ok(parts)
+    }
+
+    /// Starts a task that runs as long as the process. If the task ends earlier, the process ends.
+    fn keep(&mut self, name: &str, task: impl Future<Output = ()> + Send + 'static) {
+        let reporting = self.reporting(name, task.map(Ok::<(), Infallible>));
+        self.upkeep.spawn(reporting);
+    }
+
+    /// Opens the certificate of this process, for the parts that are started after this call. It is read again when its files change.
+    pub(super) fn open_cluster_tls(&mut self, settings: &ClusterTlsArgs, role: PeerRole) -> Result<(), StartError> {
+        if let Some((tls, files)) = settings.open(role, Some(&self.cluster))? {
+            let follow = files.follow(tls.clone(), self.metrics.clone());
+            self.keep("watch of the cluster certificate", async move { match follow.await {} });
+            self.tls = Some(tls);
+        }
+        Ok(())
+    }
+
+    /// Opens the ledger for the workers that are started after this call.
+    pub(super) fn open_ledger(&mut self, settings: &WorkerArgs) -> Result<(), StartError> {
+        if let Some(path) = &settings.ledger {
+            self.ledger = Ledger::open(path).map_err(|source| StartError::Ledger { path: path.clone(), source })?;
+        }
+        Ok(())
+    }
+
+    /// Opens the TLS certificate, the file with the API keys and the audit log for the frontend that is started after this call.
+    pub(super) fn open_access_files(&mut self, settings: &TenantArgs) -> Result<(), StartError> {
+        let tls = settings.tls_cert.clone().zip(settings.tls_key.clone());
+        self.access.tls = tls.map(|(certificate, key)| TlsFiles::open(certificate, key)).transpose()?;
+        self.access.keys = settings.api_keys_file.clone().map(ApiKeys::open).transpose()?;
+        if let Some(path) = &settings.audit_log {
+            let opened = LineFile::open_rotated(path, "audit log", settings.audit_log_max_bytes);
+            self.access.audit_log = Some(opened.map_err(|source| StartError::AuditLog { path: path.clone(), source })?);
+        }
+        Ok(())
+    }
+
+    pub(super) async fn flush(&self) {
+        self.tracer.flush(FLUSH_WAIT).await;
+    }
+
+    /// Resolves when the first part ends, and returns the error that names it. This method is cancel-safe.
+    pub(super) async fn ended(&mut self) -> StartError {
+        self.ends.recv().await.expect("`self` keeps a sender")
+    }
+
+    /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a tokio runtime.
+    pub(super) fn channel(&self, listens: SocketAddr) -> Channel {
+        channel_to(listens, &self.network())
+    }
+
+    pub(super) fn network(&self) -> Network {
+        Network::tcp(self.key.clone()).with_tls(self.tls.clone())
+    }
+
+    fn listener(&self, socket: TcpListener) -> Listener {
+        Listener::new(Arrivals::Tcp(socket), self.network())
+    }
+
+    pub(super) fn worker(&self, plan: WorkerPlan, listener: TcpListener, engine: EngineHandle, shutdown: &Shutdown) {
+        let (id, metrics, stop, listener) = (plan.id(), self.metrics.clone(), shutdown.child(), self.listener(listener));
+        self.spawn(&id, shutdown, plan.run(listener, engine, metrics, stop));
+    }
+
+    /// Returns the resources and settings of a worker, except its engine and its socket. `advertise` is the host:port at which other workers reach
+    /// it, if it differs from the socket's address.
+    pub(super) fn plan(
+        &self,
+        (id, role): (&str, Role),
+        advertise: Option<String>,
+        config: &EngineConfig,
+        (model, revision): (&str, &str),
+    ) -> WorkerPlan {
+        let settings = WorkerSettings {
+            worker_id: id.to_owned(),
+            cluster: self.cluster.clone(),
+            model: model.to_owned(),
+            revision: revision.to_owned(),
+            ledger: self.ledger.clone(),
+            broker: self.broker.clone(),
+            tracer: self.tracer.clone(),
+            withhold_cached_tokens: config.worker.withhold_cached_tokens,
+        };
+        let transfer_mode = match (config.worker.kv_transfer, config.model.engine) {
+            (_, EngineKind::Sim) => TransferMode::Simulated { block: config.sim().block_transfer() },
+            (KvTransfer::Auto, _) => TransferMode::Auto,
+            (KvTransfer::Tcp, _) => TransferMode::Tcp,
+        };
+        // This limit equals the frontend's, because all requests that a frontend admits may be placed on one worker.
+        let remote_waiting_max = config.model.max_concurrent_requests as usize;
+        WorkerPlan { role, settings, advertise, remote_waiting_max, transfer_mode }
+    }
+
+    pub(super) fn router(
+        &self,
+        listener: TcpListener,
+        (workers, peers): (MemberSource, MemberSource),
+        model: Option<&str>,
+        args: &RouterArgs,
+        shutdown: &Shutdown,
+    ) {
+        let settings = RouterSettings {
+            workers: workers.with_key(self.key.clone()),
+            broker: self.broker.clone(),
+            tracer: self.tracer.clone(),
+            peers: peers.with_key(self.key.clone()),
+            identity: Identity {
+                cluster: self.cluster.clone(),
+                model: model.unwrap_or_default().to_owned(),
+                block_size: self.block_size,
+                ..RouterSettings::default().identity
+            },
+            policy: args.policy,
+            prefill: args.prefill,
+            ..Default::default()
+        };
+        let listener = self.listener(listener);
+        self.spawn("router", shutdown, tandem_router::run(listener, settings, self.metrics.clone(), shutdown.clone()));
+    }
+
+    pub(super) fn frontend(
+        &mut self,
+        (listener, admin): (TcpListener, Option<TcpListener>),
+        (routers, restart): (MemberSource, RestartArgs),
+        args: FrontendArgs,
+        (model, extra_models, sequences_max): (ServedModel, Vec<ServedModel>, u32),
+        shutdown: &Shutdown,
+    ) {
+        let FrontendArgs { limits, tenants, .. } = args;
+        let access = std::mem::take(&mut self.access);
+        let connections = Connections { all: limits.max_connections, per_address: limits.max_connections_per_address };
+        let connections = files::within_limit(connections);
+        let mut settings = FrontendSettings {
+            tls: access.tls,
+            api_keys: access.keys,
+            audit_log: access.audit_log,
+            cors_origins: tenants.cors_origin.clone(),
+            block_size: self.block_size,
+            concurrent_sequences: sequences_max as usize,
+            sequences_per_client: limits.sequences_per_client(sequences_max),
+            max_wait: limits.max_wait(),
+            body_max_bytes: limits.max_body_bytes,
+            bodies_max_bytes: limits.max_bodies_bytes,
+            encoding_cache_bytes: limits.encoding_cache_bytes,
+            connections_max: connections.all as usize,
+            connections_per_address_max: connections.per_address as usize,
+            hosts: limits.hosts.hosts(),
+            admin,
+            router_wait: Duration::from_secs(restart.router_wait.into()),
+            drain_idle: Duration::from_secs(restart.drain_idle.into()),
+            shares_port: restart.reuse_port,
+            first_token_timeout: FIRST_TOKEN_WAIT,
+            cluster: self.cluster.clone(),
+            resumes: args.resumes,
+            dashboard_requests: args.dashboard_requests as usize,
+            audit_result: args.audit_result,
+            routers: routers.with_key(self.key.clone()),
+            tracer: self.tracer.clone(),
+            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),
+            cache_isolation: tenants.isolation(),
+            trusted_proxies: tenants.trusted_proxies,
+            expose_details: tenants.expose_details,
+            ..FrontendSettings::new("", model)
+        };
+        settings.models.extend(extra_models);
+        let listener = self.listener(listener);
+        self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, self.metrics.clone(), shutdown.clone()));
+    }
+
+    /// Starts a part that runs until the shutdown. If the part ends earlier, the process ends.
+    pub(super) fn spawn<E>(&self, part: &str, shutdown: &Shutdown, run: impl Future<Output = Result<(), E>> + Send + 'static)
+    where
+        E: std::error::Error + Send + Sync + 'static,
+    {
+        // After a shutdown has begun, a part ends by itself once its clients have been answered.
+        shutdown.track(self.reporting(part, run));
+    }
+
+    /// Returns the task of a part, whose end ends the process unless it drains.
+    pub(super) fn reporting<E, F>(&self, part: &str, run: F) -> impl Future<Output = ()> + Send + 'static + use<E, F>
+    where
+        E: std::error::Error + Send + Sync + 'static,
+        F: Future<Output = Result<(), E>> + Send + 'static,
+    {
+        Report { part: part.to_owned(), error: None, reports: self.reports.clone() }.after(run)
+    }
+}
+
+/// The resources and settings of a worker, except its engine and its socket.
+#[derive(Clone)]
+pub(super) struct WorkerPlan {
+    role: Role,
+    pub(super) settings: WorkerSettings,
+    /// The address, `host:port`, at which other workers reach this one, if it differs from the socket's address.
+    advertise: Option<String>,
+    remote_waiting_max: usize,
+    transfer_mode: TransferMode,
+}
+
+impl WorkerPlan {
+    pub(super) fn id(&self) -> String {
+        self.settings.worker_id.clone()
+    }
+
+    pub(super) async fn run(
+        self,
+        listener: Listener,
+        engine: impl Backend,
+        metrics: Metrics,
+        shutdown: Shutdown,
+    ) -> Result<(), DecodeWorkerError> {
+        let Self { role, settings: worker, advertise, remote_waiting_max, transfer_mode } = self;
+        match role {
+            Role::Prefill | Role::Unspecified => {
+                let settings = PrefillWorkerSettings { worker, ticket_wait: FIRST_TOKEN_WAIT, transfer_mode };
+                Ok(tandem_prefill_worker::run(listener, engine, settings, metrics, shutdown).await?)
+            }
+            Role::Decode => {
+                let receive_timeout = FIRST_TOKEN_WAIT;
+                let settings = DecodeWorkerSettings { worker, advertise, remote_waiting_max, receive_timeout, transfer_mode };
+                tandem_decode_worker::run(listener, engine, settings, metrics, shutdown).await
+            }
+        }
+    }
+}
+
+/// Reads the description of this process's worker, and retries until it succeeds.
+pub(super) async fn description(own: Channel) -> WorkerInfo {
+    let mut control = ControlClient::new(own);
+    loop {
+        if let Ok(info) = control.describe(DescribeRequest {}).await {
+            return info.into_inner();
+        }
+        sleep(DESCRIBE_PAUSE).await;
+    }
+}
+
+/// Returns a connection to the process that listens on `listens`, authenticated with the cluster key. Must be called within a tokio runtime.
+pub(super) fn channel_to(listens: SocketAddr, network: &Network) -> Channel {
+    let endpoint = channel::endpoint(&reachable(listens).to_string()).expect("an address and a port are an endpoint");
+    network.expecting(&PeerRole::ALL).connect_lazy(&endpoint)
+}
+
+impl Report {
+    async fn after<E>(mut self, run: impl Future<Output = Result<(), E>>)
+    where
+        E: std::error::Error + Send + Sync + 'static,
+    {
+        self.error = run.await.err().map(Into::into);
+    }
+}
+
+impl Drop for Report {
+    fn drop(&mut self) {
+        let part = std::mem::take(&mut self.part);
+        let end = match self.error.take() {
+            Some(source) => StartError::Part { part, source },
+            None => StartError::PartEnded(part),
+        };
+        // Sending fails if the end of another part is already reported, or if the cluster was dropped, which ends all parts.
+        let _ = self.reports.try_send(end);
+    }
+}

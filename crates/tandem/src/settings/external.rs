@@ -1,0 +1,139 @@
+//! Settings of engines that run in other processes.
+
+use super::common::with_commas;
+use crate::secrets::secret_file;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use std::{path::PathBuf, time::Duration};
+use tandem_adapter::{
+    llama_cpp::LlamaCppSettings,
+    vllm::{KvEvents, VllmSettings},
+};
+use tandem_kv::HashKey;
+use tandem_process::Secret;
+
+/// The settings of a server that runs already and computes for a worker.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[command(next_help_heading = "External engine (--engine vllm, llama-cpp)")]
+#[serde(rename_all = "kebab-case")]
+pub struct ExternalArgs {
+    /// URL of the server, such as http://127.0.0.1:8001. `tandem up` takes several, separated by commas; it starts a decode worker, which
+    /// also prefills, for each of them (for each data-parallel rank, if a server has several)
+    #[arg(long, env = "TANDEM_ENGINE_URL", value_name = "URLS", value_delimiter = ',')]
+    #[serde(serialize_with = "with_commas")]
+    pub engine_url: Vec<String>,
+
+    /// Where the server publishes KV events: `discover` asks the server, `none` assumes that it has cached what was routed to it, or
+    /// tcp://host:port or ipc://path
+    #[arg(long, env = "TANDEM_ENGINE_EVENTS", value_name = "ENDPOINT", default_value = "discover", value_parser = events)]
+    pub engine_events: String,
+
+    /// Where the server replays KV events that were lost; needs --engine-events with an endpoint [default: lost events are not replayed, and
+    /// the router forgets the server's cache]
+    #[arg(long, env = "TANDEM_ENGINE_EVENTS_REPLAY", value_name = "ENDPOINT", value_parser = endpoint)]
+    pub engine_events_replay: Option<String>,
+
+    /// Topic of the server's KV events; with `--engine-events discover` the server names it
+    #[arg(long, env = "TANDEM_ENGINE_EVENTS_TOPIC", value_name = "TOPIC", default_value = "")]
+    pub engine_events_topic: String,
+
+    /// File with the server's --api-key; read again for each connection to the server, and when the server refuses the key
+    #[arg(long, env = "TANDEM_ENGINE_KEY_FILE", value_name = "FILE", value_parser = secret_file)]
+    #[serde(skip)]
+    pub engine_key_file: Option<Secret>,
+
+    /// CA certificate (PEM) for verifying an https:// server, besides the public ones
+    #[arg(long, env = "TANDEM_ENGINE_CA", value_name = "FILE")]
+    pub engine_ca: Option<PathBuf>,
+
+    /// The server's data-parallel rank that this worker uses, if the server has several; `tandem up` uses all
+    #[arg(long, env = "TANDEM_ENGINE_RANK", value_name = "N")]
+    pub engine_rank: Option<u32>,
+
+    /// How servers move KV to each other. `nixl` needs vLLM's NixlConnector in both; prefill workers need it
+    #[arg(long, env = "TANDEM_ENGINE_KV_CONNECTOR", value_enum, default_value_t)]
+    pub engine_kv_connector: KvConnector,
+
+    /// How long the server holds a prompt's KV for another server, in seconds: vLLM's kv_lease_duration. KV is pulled in half this time or
+    /// not at all
+    #[arg(long, env = "TANDEM_ENGINE_KV_LEASE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=3_600))]
+    pub engine_kv_lease: u64,
+}
+
+/// How external engines move KV to each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvConnector {
+    /// They do not: each worker prefills its own prompts
+    #[default]
+    None,
+    /// vLLM's NixlConnector
+    Nixl,
+}
+
+impl ExternalArgs {
+    /// Returns the settings with which a worker uses the server at `url`. `ca` is the content of the file `engine_ca`.
+    pub(crate) fn vllm(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> VllmSettings {
+        let events = match &*self.engine_events {
+            "discover" => KvEvents::Discover,
+            "none" => KvEvents::None,
+            endpoint => KvEvents::At {
+                endpoint: endpoint.to_owned(),
+                replay: self.engine_events_replay.clone(),
+                topic: self.engine_events_topic.clone(),
+            },
+        };
+        VllmSettings {
+            url: url.to_owned(),
+            key: self.engine_key_file.clone(),
+            ca,
+            rank: self.engine_rank,
+            events,
+            block_size: Some(limits.block_size),
+            hash_key,
+            running_max: limits.running_max as usize,
+            waiting_max: limits.waiting_max as usize,
+            nixl: self.engine_kv_connector == KvConnector::Nixl,
+            kv_lease: Duration::from_secs(self.engine_kv_lease),
+            silence_max: limits.silence_max,
+        }
+    }
+
+    /// Returns how the llama.cpp server at `url` is used. `ca` is the content of the file `engine_ca`.
+    pub(crate) fn llama_cpp(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> LlamaCppSettings {
+        LlamaCppSettings {
+            url: url.to_owned(),
+            key: self.engine_key_file.clone(),
+            ca,
+            block_size: limits.block_size,
+            hash_key,
+            waiting_max: limits.waiting_max as usize,
+            prefix_caching: limits.prefix_caching,
+            silence_max: limits.silence_max,
+        }
+    }
+}
+
+/// The block size and the limits that a worker applies to its server.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct EngineLimits {
+    /// The number of tokens in a block of the cluster.
+    pub(crate) block_size: u32,
+    /// The most sequences that run on the server at a time.
+    pub(crate) running_max: u32,
+    /// The most sequences that may wait for a place on the server.
+    pub(crate) waiting_max: u32,
+    /// Whether prompts reuse the KV of earlier ones. A vLLM server decides that itself.
+    pub(crate) prefix_caching: bool,
+    /// The time after which a server that answers no health check and makes no progress counts as hung.
+    pub(crate) silence_max: Duration,
+}
+
+fn events(text: &str) -> Result<String, &'static str> {
+    if matches!(text, "discover" | "none") { Ok(text.to_owned()) } else { endpoint(text) }
+}
+
+fn endpoint(text: &str) -> Result<String, &'static str> {
+    let known = text.starts_with("tcp://") || text.starts_with("ipc://");
+    known.then(|| text.to_owned()).ok_or("write discover, none, tcp://host:port or ipc://path")
+}
