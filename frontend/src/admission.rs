@@ -6,12 +6,12 @@ use crate::{
     error::ApiError,
     keys::KeySequences,
     metrics::{Endpoint, FrontendMetrics},
-    model::ServedModel,
 };
 use axum::http::StatusCode;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use tandem_process::{Counts, Shutdown, listen::Peer, trace::Span};
+use tandem_text::ServedModel;
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 

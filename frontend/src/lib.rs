@@ -7,7 +7,6 @@
 mod admission;
 mod audit;
 mod calls;
-mod chat;
 mod clock;
 mod cores;
 mod dispatch;
@@ -15,7 +14,7 @@ mod error;
 mod http;
 mod keys;
 mod metrics;
-mod model;
+mod models;
 mod prompt;
 mod recent;
 mod request;
@@ -26,18 +25,15 @@ mod usage;
 
 pub use audit::{AuditResult, AuditResultError};
 pub use axum::http::HeaderName;
-pub use chat::{ReasoningParser, ToolCallParser};
 pub use ipnet::IpNet;
 pub use keys::{ApiKey, ApiKeyFile, ApiKeyFileError, ApiKeys, KeyCache, KeyHash};
-pub use model::{ServedModel, ServedModelError};
-pub use prompt::{EncodeError, Special, Tokenizer};
 pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 
 use calls::CallLog;
 use futures::future::OptionFuture;
 use http::{App, Origins, Trust};
 use keys::Keys;
-use model::Models;
+use models::Models;
 use std::{sync::Arc, time::Duration};
 pub use tandem_process::listen::{TlsFiles, TlsFilesError};
 use tandem_process::{

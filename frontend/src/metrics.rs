@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use std::{collections::HashSet, time::Duration};
 use tandem_process::{Metrics, listen::ConnectionMetrics};
 use tandem_proto::v1::FailureReason;
+use tandem_text::EncodingMetrics;
 
 /// The maximum number of workers in [`FrontendMetrics::reporting`].
 const WORKERS_MAX: usize = 4096;
@@ -226,6 +227,20 @@ pub(crate) fn tls_outdated(registry: &Metrics) -> Gauge {
     let gauge = registry.gauge("tandem_frontend_tls_outdated", HELP, &[]);
     gauge.set(0.0);
     gauge
+}
+
+/// Returns the metrics of remembered encodings.
+pub(crate) fn encodings(registry: &Metrics) -> EncodingMetrics {
+    let counter = |result| {
+        const NAME: &str = "tandem_frontend_encoding_cache_bytes_total";
+        let counter =
+            registry.counter(NAME, "Bytes of prompts' text by whether their tokens were remembered.", &[("result", result)]);
+        counter.increment(0);
+        counter
+    };
+    let help = "Memory of remembered texts and their tokens; --encoding-cache-bytes bounds it.";
+    let bytes = registry.gauge("tandem_frontend_encoding_cache_bytes", help, &[]);
+    EncodingMetrics { bytes, hits: counter("hit"), misses: counter("miss") }
 }
 
 fn unauthorized(registry: &Metrics, reason: &str) -> Counter {

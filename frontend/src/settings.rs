@@ -1,6 +1,6 @@
 //! Settings of a frontend.
 
-use crate::{keys::ApiKeys, model::ServedModel};
+use crate::keys::ApiKeys;
 use axum::http::HeaderName;
 use clap::ValueEnum;
 use ipnet::IpNet;
@@ -12,6 +12,7 @@ use tandem_process::{
     listen::{Hosts, TlsFiles},
     trace::Tracer,
 };
+use tandem_text::ServedModel;
 use tokio::net::TcpListener;
 
 /// The settings of a frontend. [`FrontendSettings::new`] has the defaults.

@@ -5,10 +5,10 @@
 
 use anyhow::{Result, ensure};
 use std::{path::Path, time::Duration};
-use tandem_frontend::ServedModel;
 use tandem_grammar::{Constraint, Kind, Vocabulary};
 use tandem_model::Gguf;
 use tandem_tests::schemas;
+use tandem_text::ServedModel;
 use tokio::time::Instant;
 
 fn main() -> Result<()> {

@@ -10,13 +10,14 @@ use std::{
 };
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{EngineHandle, EngineSettings, sim::SimSettings};
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_grammar::Vocabulary;
 use tandem_kv::HashKey;
 use tandem_model::sim::VOCAB_SIZE;
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{Metrics, Shutdown};
 use tandem_router::RouterSettings;
+use tandem_text::ServedModel;
 use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, WorkerSettings};
 use tokio::net::TcpListener;

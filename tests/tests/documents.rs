@@ -8,12 +8,13 @@ use tandem_engine::{
     EngineHandle,
     sim::{SimEngine, SimSettings},
 };
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{
     Client, Endpoint,
     services::{Services, engine_settings, worker_settings},
 };
+use tandem_text::ServedModel;
 
 const DOCUMENTS: u32 = 40;
 const DOCUMENT_TOKENS: u32 = 1_500;

@@ -6,12 +6,13 @@ use tandem_engine::{
     EngineHandle,
     sim::{SimEngine, SimSettings},
 };
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_router::RouterSettings;
 use tandem_tests::{
     Client,
     services::{Services, engine_settings, worker_settings},
 };
+use tandem_text::ServedModel;
 
 /// Starts a prefill worker and a decode worker for each model of `with_workers`, a router, and a frontend that serves the models a and b.
 async fn start(with_workers: &[&str]) -> Result<(Services, Client)> {

@@ -14,6 +14,7 @@ mod http;
 pub mod key;
 pub mod model;
 pub mod ready;
+mod run;
 mod secrets;
 pub mod serve;
 pub mod server;
@@ -23,3 +24,4 @@ mod text_table;
 pub mod top;
 
 pub use cluster::{Cluster, Process, Served, StartError, Worker};
+pub use run::{print_error, run};

@@ -2,24 +2,9 @@
 //!
 //! 0: success. 1: failure, with one line on stderr that says what to do. 2: the command line or a setting is wrong.
 
-use anyhow::Context;
-use std::{process::ExitCode, time::Duration};
-#[cfg(feature = "chat")]
-use tandem::chat;
-#[cfg(feature = "top")]
-use tandem::top;
-use tandem::{
-    Cluster, Process, Served, StartError, audit, cert,
-    cli::{AuditCommand, Cli, Command, RouteCommand, Serve},
-    explain, key, ready,
-    serve::{self, print, printable},
-    settings::CommonArgs,
-};
-#[cfg(feature = "load")]
-use tandem::{bench, cli::BenchCommand};
-#[cfg(feature = "model")]
-use tandem::{cli::ModelCommand, model::Store};
-use tandem_process::{retry::error_chain, telemetry::tell};
+use std::process::ExitCode;
+use tandem::cli::Cli;
+use tandem_process::retry::error_chain;
 
 /// Takes less CPU than the system's allocator and returns the memory of a burst to the system (docs/adr/040-edge-cpu.md).
 #[global_allocator]
@@ -30,124 +15,11 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => error.exit(),
     };
-    match run(cli) {
+    match tandem::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            print_error(&error_chain(error.as_ref()));
+            tandem::print_error(&error_chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }
-}
-
-fn run(cli: Cli) -> anyhow::Result<()> {
-    match cli.command {
-        Command::Up(up) => {
-            let delay = up.role.frontend.drain_delay;
-            return run_or_print("up", *up, |role| &role.common, delay, Cluster::start);
-        }
-        Command::Router(router) => return run_or_print("router", *router, |role| &role.common, 0, Process::router),
-        Command::PrefillWorker(worker) => {
-            return run_or_print("prefill-worker", *worker, |role| &role.common, 0, Process::prefill_worker);
-        }
-        Command::DecodeWorker(worker) => {
-            return run_or_print("decode-worker", *worker, |role| &role.common, 0, Process::decode_worker);
-        }
-        Command::Frontend(frontend) => {
-            let delay = frontend.role.frontend.drain_delay;
-            return run_or_print("frontend", *frontend, |role| &role.common, delay, Process::frontend);
-        }
-        #[cfg(feature = "model")]
-        Command::Model { command: ModelCommand::Fetch { source, store } } => {
-            let store = Store::new(store)?;
-            let model = store.get(&source)?;
-            // The revision is stored when it is computed, so that serving processes need not compute it.
-            print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()))?;
-        }
-        #[cfg(feature = "model")]
-        Command::Model { command: ModelCommand::List { store } } => {
-            for model in Store::new(store)?.list()? {
-                print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()))?;
-            }
-        }
-        Command::Completions { shell } => print(&Cli::completions(shell))?,
-        #[cfg(feature = "load")]
-        Command::Bench { command: BenchCommand::Replay(args) } => bench::replay(*args)?,
-        #[cfg(feature = "load")]
-        Command::Bench { command: BenchCommand::Simulate(args) } => bench::simulate(*args)?,
-        #[cfg(feature = "top")]
-        Command::Top(args) => {
-            if let Some(table) = top::run(args)? {
-                print(&table)?;
-            }
-        }
-        #[cfg(feature = "chat")]
-        Command::Chat(args) => chat::run(args)?,
-        Command::Cert(args) => print(&cert::run(&args)?)?,
-        Command::Key { command } => print(&key::run(command)?)?,
-        Command::Ready(server) => ready::check(&server)?,
-        Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?)?,
-        Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
-            let report = audit::report(&audit::read(&[], &ledger, &[])?.ledger)?;
-            print(&match (json, csv) {
-                (true, _) => report.json(),
-                (_, true) => report.csv(),
-                (false, false) => report.table(),
-            })?;
-            if let Some(note) = report.note() {
-                print_error(&note);
-            }
-        }
-        Command::Audit {
-            command: AuditCommand::Check { servers, client, ledger, metrics, lost_workers, lost_frontend, result },
-        } => {
-            let mut evidence = audit::read(&client, &ledger, &metrics)?;
-            for server in servers {
-                evidence.metrics.add(&audit::metrics_of(server)?);
-            }
-            evidence.lost_workers.extend(lost_workers);
-            evidence.lost_frontend = lost_frontend;
-            let (checked, findings) = audit::check(&evidence);
-            findings.iter().try_for_each(|finding| print(&format!("{finding}\n")))?;
-            let audit::Checked { answers, estimates, attempts, workers, unverified } = checked;
-            print(&format!(
-                "{answers} answers ({estimates} of them estimates, {unverified} counted by killed workers only), {attempts} attempts, {workers} workers\n"
-            ))?;
-            if let Some(path) = result {
-                let written = checked.result(findings.len()).now().write(&path);
-                written.with_context(|| format!("--result {} cannot be written", path.display()))?;
-            }
-            anyhow::ensure!(
-                findings.is_empty(),
-                "{} findings: usage, ledgers and metrics do not reconcile; the findings are listed above",
-                findings.len()
-            );
-        }
-    }
-    Ok(())
-}
-
-fn run_or_print<R, S, F>(
-    role: &str,
-    command: Serve<R>,
-    common: fn(&R) -> &CommonArgs,
-    delay_s: u32,
-    start: impl FnOnce(R) -> F,
-) -> anyhow::Result<()>
-where
-    R: clap::Args + serde::Serialize,
-    S: Served,
-    F: Future<Output = Result<S, StartError>>,
-{
-    if command.print_config {
-        return print(&command.to_toml());
-    }
-    let changed = command.changed(role);
-    let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
-    let (delay, grace) = (Duration::from_secs(delay_s.into()), Duration::from_secs(grace_period));
-    serve::run(&telemetry, (delay, grace), &changed, start(command.role))
-}
-
-/// Writes one line about a failure or an incomplete result.
-fn print_error(failure: &str) {
-    tell(std::io::stderr(), &format!("tandem: {}\n", printable(&failure.replace('\n', " "))));
 }

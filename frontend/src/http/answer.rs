@@ -11,7 +11,7 @@ use crate::{
     clock::unix_time,
     dispatch::DispatchError,
     error::ApiError,
-    model::{Served, ServedModel},
+    models::Served,
     request::{Options, StreamUsage},
     stream::{AnswerEvent, TokenLogprobs, answers},
 };
@@ -20,6 +20,7 @@ use futures::{Stream, StreamExt, stream};
 use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_kv::TokenId;
 use tandem_proto::v1::FailureReason;
+use tandem_text::ServedModel;
 use tokio::{
     sync::watch,
     time::{Instant, sleep},

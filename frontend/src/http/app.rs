@@ -10,9 +10,8 @@ use crate::{
     dispatch::{Dispatcher, Limits, Routers},
     error::{ApiError, Problem},
     keys::{self, Key, KeyCache, Keys},
-    metrics::FrontendMetrics,
-    model::{Models, ServedModel},
-    prompt::EncodingCache,
+    metrics::{FrontendMetrics, encodings},
+    models::Models,
     recent::Recent,
     settings::{CacheIsolation, FrontendSettings},
 };
@@ -27,6 +26,7 @@ use tandem_proto::{
     channel::{Network, PeerRole},
     v1::Identity,
 };
+use tandem_text::{EncodingCache, ServedModel};
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
@@ -131,7 +131,7 @@ impl App {
             encoding: Cores::default(),
             constraints: Cores::one_for_each_client(),
             checked: Mutex::new(LruCache::new(CHECKED_MAX)),
-            encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, registry)),
+            encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, encodings(registry))),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
             max_wait: settings.max_wait,

@@ -1,8 +1,8 @@
 //! The JSON of a chat's message, whole or in chunks.
 
-use crate::chat::Piece;
 use schemars::JsonSchema;
 use serde::Serialize;
+use tandem_text::chat::Piece;
 
 /// A part of a message. Like vLLM's, reasoning has two names: the usual one and the one of newer clients.
 #[derive(Default, JsonSchema, Serialize)]

@@ -1,9 +1,7 @@
 //! Limits on bodies and prompts, computed from the length of the model's context.
 
-use crate::{
-    error::{ApiError, at_most},
-    model::ServedModel,
-};
+use crate::error::{ApiError, at_most};
+use tandem_text::ServedModel;
 
 /// The maximum number of text bytes per token of the context. Prose has 4 to 6 bytes per token, source code up to 12, runs of spaces more.
 const BYTES_PER_TOKEN: usize = 32;

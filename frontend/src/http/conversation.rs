@@ -7,10 +7,11 @@ use super::{
 };
 use crate::{
     error::{ApiError, Problem},
-    model::{Served, ServedModel},
+    models::Served,
     request::chat::{Chat, Encoded},
 };
 use std::sync::Arc;
+use tandem_text::ServedModel;
 
 /// Returns the job that answers the conversation.
 ///

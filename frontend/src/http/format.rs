@@ -7,13 +7,13 @@ use super::{
     token::{finite, token_text},
 };
 use crate::{
-    model::ServedModel,
     stream::{FinishReason, TokenLogprobs},
     usage::Usage,
 };
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer};
 use tandem_kv::TokenId;
+use tandem_text::ServedModel;
 
 /// A whole answer, or a chunk of a streamed answer.
 #[derive(JsonSchema, Serialize)]

@@ -8,11 +8,10 @@ use super::{
 };
 use crate::{
     admission::{Admitted, Client},
-    chat::OutputFormat,
     dispatch::Prompt,
     error::{ApiError, Problem},
-    model::{Served, ServedModel},
-    prompt::{NamespaceEncodings, reusable_hashes},
+    models::Served,
+    prompt::reusable_hashes,
     request::{self, Ignored, Options},
 };
 use axum::response::Response;
@@ -20,6 +19,7 @@ use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_kv::{Namespace, Priority, TokenId};
+use tandem_text::{NamespaceEncodings, ServedModel, chat::OutputFormat};
 use tokio::{
     sync::watch,
     time::{Duration, Instant, timeout},

@@ -1,13 +1,14 @@
 //! `GET /v1/models` and `GET /v1/models/{id}`.
 
 use super::app::App;
-use crate::{calls::Call, error::ApiError, model::ServedModel};
+use crate::{calls::Call, error::ApiError};
 use axum::{
     Extension, Json,
     extract::{Path, State, rejection::PathRejection},
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
+use tandem_text::ServedModel;
 
 /// Returns the model's description. `max_model_len` is vLLM's name for the context length.
 fn describe(app: &App, model: &ServedModel) -> Value {

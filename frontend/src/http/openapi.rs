@@ -2,7 +2,7 @@
 
 use super::{app::App, format::Envelope, generated};
 use crate::{
-    model::Models,
+    models::Models,
     request::{ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, OfModels, TokenizeRequest, efforts},
 };
 use axum::{Json, extract::State};

@@ -2,11 +2,12 @@
 //! fields are the token and its alternatives.
 
 use super::token::{finite, token_text};
-use crate::{model::ServedModel, stream::TokenLogprobs};
+use crate::stream::TokenLogprobs;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Serialize, Serializer};
 use std::{borrow::Cow, collections::BTreeMap};
 use tandem_kv::TokenId;
+use tandem_text::ServedModel;
 
 #[derive(Clone, Copy)]
 pub(super) struct PromptLogprobs<'a> {

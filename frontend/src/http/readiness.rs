@@ -3,7 +3,7 @@
 use super::app::App;
 use crate::{
     dispatch::{DispatchError, MemberList, Unavailable, check},
-    model::Served,
+    models::Served,
 };
 use futures::StreamExt;
 use std::convert::Infallible;
@@ -100,7 +100,7 @@ impl App {
             let views: Vec<_> = self.dispatcher.routers.views().map(|(_, view)| view).collect().await;
             for served in self.models.iter() {
                 let workers = views.iter().flatten().flat_map(|view| &view.workers);
-                served.model.learn_context(workers.filter_map(|worker| worker.info.as_ref()));
+                served.learn_context(workers.filter_map(|worker| worker.info.as_ref()));
             }
             let now = self.judge_all(views.iter().map(|view| self.judge(view.as_ref())));
             self.metrics.ready.set(f64::from(u8::from(now.of_any().is_ok())));

@@ -1,7 +1,7 @@
 //! How a token and its logprob are written.
 
-use crate::model::ServedModel;
 use tandem_kv::TokenId;
+use tandem_text::ServedModel;
 
 /// Replaces infinity, which JSON does not have, by the number that vLLM writes in its place.
 pub(super) fn finite(logprob: f32) -> f32 {

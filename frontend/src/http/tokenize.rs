@@ -4,8 +4,6 @@ use super::{app::App, context::prompt_bytes_max, incoming::Incoming, lifecycle::
 use crate::{
     error::{ApiError, Problem, at_most},
     metrics::Endpoint,
-    model::ServedModel,
-    prompt::EncodeError,
     request::{ChatRequest, DetokenizeRequest, TokenizeRequest, ids},
 };
 use axum::{
@@ -17,6 +15,7 @@ use bytes::Bytes;
 use serde_json::json;
 use std::sync::Arc;
 use tandem_kv::TokenId;
+use tandem_text::{EncodeError, ServedModel};
 
 pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Tokenize, request, count).await

@@ -7,13 +7,10 @@ use super::{
     parameters::{ChatRequest, MessagesRequest},
     tools::{RawChoice, RawTools},
 };
-use crate::{
-    chat::{Message, Role, ToolCall},
-    error::{ApiError, Problem, at_most},
-    model::ServedModel,
-};
+use crate::error::{ApiError, Problem, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
 
 /// The beginning of a block that a client puts before its system prompt for Anthropic's billing. It differs in every request, so it would
 /// keep the rest of the prompt from being found in a cache.

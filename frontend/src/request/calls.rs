@@ -4,12 +4,10 @@ use super::{
     constraint::{Stated, conflict},
     options::Options,
 };
-use crate::{
-    chat::{ToolCallParser, ToolChoice, Tools},
-    error::ApiError,
-};
+use crate::error::ApiError;
 use serde_json::{Value, json};
 use tandem_grammar::{Constraint, Kind};
+use tandem_text::{chat::ToolCallParser, chat::ToolChoice, chat::Tools};
 
 /// Adds the constraint that makes the model call the required tools. If it may call tools and its text is constrained to JSON, it can do
 /// either.

@@ -9,16 +9,15 @@ use super::{
     parameters::{ChatRequest, DOCUMENTS_MAX},
     tools::RawTools,
 };
-use crate::{
-    chat::{Conversation, Message, OutputFormat, ReasoningFormat, TemplateOptions, ToolFormat},
-    error::{ApiError, Problem, at_most},
-    model::ServedModel,
-    prompt::{ChatTemplate, EncodeError, NamespaceEncodings, RenderError, Tokenizer},
-};
+use crate::error::{ApiError, Problem, at_most};
 use serde_json::{Map, Value};
 use std::{borrow::Cow, sync::Arc};
 use tandem_grammar::StackError;
 use tandem_kv::TokenId;
+use tandem_text::{
+    ChatTemplate, EncodeError, NamespaceEncodings, RenderError, ServedModel, Tokenizer, chat::Conversation, chat::Message,
+    chat::OutputFormat, chat::ReasoningFormat, chat::TemplateOptions, chat::ToolFormat,
+};
 
 /// The variables with which templates switch reasoning on and off.
 const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];

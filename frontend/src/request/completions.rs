@@ -7,12 +7,9 @@ use super::{
     options::{self, Options},
     parameters::CompletionRequest,
 };
-use crate::{
-    error::{ApiError, Problem, at_most},
-    model::ServedModel,
-    prompt::{EncodeError, NamespaceEncodings},
-};
+use crate::error::{ApiError, Problem, at_most};
 use tandem_kv::TokenId;
+use tandem_text::{EncodeError, NamespaceEncodings, ServedModel};
 
 /// The default of `max_tokens`, as in OpenAI's API.
 const MAX_TOKENS_DEFAULT: u32 = 16;

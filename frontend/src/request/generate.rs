@@ -8,14 +8,12 @@ use super::{
     schema::{NAMES_MODEL, SERVED},
     unsupported::{Setting, check},
 };
-use crate::{
-    error::{ApiError, Problem, at_most},
-    model::ServedModel,
-};
+use crate::error::{ApiError, Problem, at_most};
 use schemars::{JsonSchema, Schema};
 use serde::Deserialize;
 use serde_json::json;
 use tandem_kv::TokenId;
+use tandem_text::ServedModel;
 
 /// The maximum length of a client's request id, in characters.
 const ID_CHARS_MAX: usize = 256;

@@ -5,10 +5,7 @@ use super::{
     schema::{ObjectSchema, OneOf, described},
     unsupported::{self, Setting},
 };
-use crate::{
-    chat::{Message, Role, ToolCall},
-    error::{ApiError, Problem, at_most},
-};
+use crate::error::{ApiError, Problem, at_most};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{
     Deserialize,
@@ -16,6 +13,7 @@ use serde::{
 };
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
+use tandem_text::{chat::Message, chat::Role, chat::ToolCall};
 
 /// The type of the part that OpenAI's models answer in place of a text, and the name of its field.
 const REFUSAL: &str = "refusal";

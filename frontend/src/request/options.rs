@@ -11,13 +11,12 @@ use super::{
 };
 use crate::{
     error::{ApiError, Problem, at_most},
-    model::ServedModel,
-    prompt::{EncodeError, Special},
     stream::TextOptions,
 };
 use std::collections::HashMap;
 use tandem_kv::TokenId;
 use tandem_proto::v1::{BadWord, Sampling, TokenSequence};
+use tandem_text::{EncodeError, ServedModel, Special};
 
 /// The checked parameters.
 pub(crate) struct Options {

@@ -7,13 +7,10 @@ use super::{
     responses_fields::{INCLUDE_MAX, Input, Item},
     tools::RawTools,
 };
-use crate::{
-    chat::{Message, Role, ToolCall},
-    error::{ApiError, Problem, at_most},
-    model::ServedModel,
-};
+use crate::error::{ApiError, Problem, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
 
 /// The limits of OpenAI's API for `metadata`.
 const METADATA_MAX: usize = 16;

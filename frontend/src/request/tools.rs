@@ -4,10 +4,7 @@ use super::{
     fields::{Bounded, Reader, readable},
     limits::NAME_CHARS_MAX,
 };
-use crate::{
-    chat::{Tool, ToolChoice, Tools},
-    error::{ApiError, Problem, at_most},
-};
+use crate::error::{ApiError, Problem, at_most};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{
     Deserialize,
@@ -15,6 +12,7 @@ use serde::{
 };
 use serde_json::{Value, json};
 use std::{borrow::Cow, collections::HashSet};
+use tandem_text::{chat::Tool, chat::ToolChoice, chat::Tools};
 
 /// The maximum number of tools of a request. OpenAI's API allows 128.
 pub(super) const TOOLS_MAX: usize = 1024;

@@ -4,13 +4,10 @@ use super::{
     event::AnswerEvent,
     samples::{LogprobsWith, Samples, TextOptions},
 };
-use crate::{
-    chat::OutputFormat,
-    dispatch::{DispatchError, Dispatcher, Generation, LateReport, Prompt},
-    model::ServedModel,
-};
+use crate::dispatch::{DispatchError, Dispatcher, Generation, LateReport, Prompt};
 use futures::{Stream, StreamExt, stream};
 use std::sync::Arc;
+use tandem_text::{ServedModel, chat::OutputFormat};
 
 /// Places the prompt, waits for its first token, and yields the answer's events. Resumes the generation if its worker is lost. The
 /// stream owns the generation: dropping the stream ends the request on the router and the workers. With a `format`, deltas have pieces.

@@ -1,8 +1,9 @@
 //! The events of a prompt's answer.
 
-use crate::{chat::Piece, dispatch::Facts};
+use crate::dispatch::Facts;
 use tandem_kv::TokenId;
 use tandem_proto::v1::{PrefillChunk, Scheduled};
+use tandem_text::chat::Piece;
 
 /// An event of one prompt's answer.
 pub(crate) enum AnswerEvent {

@@ -1,13 +1,8 @@
 //! Converts a decode worker's replies to the events of an answer, with text, logprobs and finish reasons.
 
 mod answer;
-mod detokenizer;
 mod event;
 mod samples;
-mod stop;
-
-#[cfg(test)]
-pub(crate) use detokenizer::Detokenizer;
 
 pub(crate) use answer::answers;
 pub(crate) use event::{AnswerEvent, Delta, FinishReason, TokenLogprobs};

@@ -1,17 +1,13 @@
 //! The state of a prompt's samples: the text, tokens and logprobs so far. Computes the events that follow from a worker's reply.
 
-use super::{
-    detokenizer::Detokenizer,
-    event::{AnswerEvent, Delta, FinishReason, TokenLogprobs},
-    stop::StopMatcher,
-};
-use crate::{
-    chat::{OutputFormat, OutputParser, Pieces},
-    model::ServedModel,
-};
+use super::event::{AnswerEvent, Delta, FinishReason, TokenLogprobs};
 use std::{collections::VecDeque, sync::Arc};
 use tandem_kv::TokenId;
 use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Sampling, Token, Tokens, finished, generate_reply::Message};
+use tandem_text::{
+    Detokenizer, ServedModel, StopMatcher,
+    chat::{OutputFormat, OutputParser, Pieces},
+};
 
 pub(super) struct Samples {
     model: Arc<ServedModel>,

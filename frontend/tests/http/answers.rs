@@ -314,7 +314,7 @@ async fn real_models_template_renders_the_expected_prompt() {
     };
     let load = || {
         let file = tandem_model::Gguf::open(path.as_ref()).expect("TANDEM_MODEL must name a GGUF file");
-        tandem_frontend::ServedModel::from_gguf("m", "r", &file).expect("the model can be served")
+        tandem_text::ServedModel::from_gguf("m", "r", &file).expect("the model can be served")
     };
     let model = load();
     let mut cluster = Cluster::with(|settings| settings.models = vec![load()]).await;

@@ -3,7 +3,7 @@
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
-use tandem_frontend::ServedModel;
+use tandem_text::ServedModel;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,

@@ -4,9 +4,10 @@ use crate::support::*;
 use hyper::StatusCode;
 use serde_json::{Value, json};
 use std::time::Duration;
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_process::{Metrics, Shutdown};
 use tandem_proto::channel::{Arrivals, Listener, Network};
+use tandem_text::ServedModel;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
     net::TcpStream,

@@ -8,9 +8,10 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use tandem_frontend::{ApiKey, ApiKeyFile, ApiKeys, CacheIsolation, FrontendSettings, KeyCache, ServedModel};
+use tandem_frontend::{ApiKey, ApiKeyFile, ApiKeys, CacheIsolation, FrontendSettings, KeyCache};
 use tandem_process::line_file::LineFile;
 use tandem_proto::v1::Priority;
+use tandem_text::ServedModel;
 use tempfile::TempDir;
 
 /// A file with API keys.

@@ -3,8 +3,8 @@
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
-use tandem_frontend::ServedModel;
 use tandem_proto::v1::finished::FinishReason;
+use tandem_text::ServedModel;
 
 const MESSAGES: &str = "/v1/messages";
 const COUNT: &str = "/v1/messages/count_tokens";

@@ -3,8 +3,8 @@
 use crate::support::*;
 use hyper::StatusCode;
 use serde_json::{Value, json};
-use tandem_frontend::{ReasoningParser, ServedModel};
 use tandem_proto::v1::{constraint::Kind, finished::FinishReason};
+use tandem_text::{ServedModel, chat::ReasoningParser};
 use tonic::Status;
 
 const RESPONSES: &str = "/v1/responses";

@@ -3,8 +3,8 @@
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
-use tandem_frontend::ServedModel;
 use tandem_proto::v1::{Tokens, finished::FinishReason, generate_reply};
+use tandem_text::ServedModel;
 
 const RESPONSES: &str = "/v1/responses";
 const IM_END: u32 = 257;

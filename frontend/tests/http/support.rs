@@ -12,7 +12,7 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_process::{Metrics, Shutdown};
 use tandem_proto::v1::{
     BookingsReply, BookingsRequest, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, FinishReply,
@@ -24,6 +24,7 @@ use tandem_proto::v1::{
     router_server::{Router, RouterServer},
     worker_info::Role,
 };
+use tandem_text::ServedModel;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::mpsc,

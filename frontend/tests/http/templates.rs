@@ -4,8 +4,8 @@ use crate::support::*;
 use hyper::StatusCode;
 use serde_json::{Value, json};
 use std::fs;
-use tandem_frontend::{ServedModel, ServedModelError};
 use tandem_model::HfDirectory;
+use tandem_text::{ServedModel, ServedModelError};
 
 /// Returns a model with this chat template and a context of 1,000 tokens. The model's longest token has 10 bytes.
 fn model(template: &str) -> Result<ServedModel, ServedModelError> {

@@ -3,8 +3,11 @@
 use crate::support::*;
 use hyper::StatusCode;
 use serde_json::{Value, json};
-use tandem_frontend::{ReasoningParser, ServedModel, ToolCallParser};
 use tandem_proto::v1::{ResumedSample, Tokens, constraint::Kind, finished::FinishReason, generate_reply};
+use tandem_text::{
+    ServedModel,
+    chat::{ReasoningParser, ToolCallParser},
+};
 use tonic::Status;
 
 const IM_START: u32 = 256;

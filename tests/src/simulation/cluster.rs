@@ -22,7 +22,7 @@ use tandem_engine::{
     Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_kv::{BlockId, HashKey, SequenceHash};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{Metrics, Shutdown};
@@ -32,6 +32,7 @@ use tandem_proto::{
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_text::ServedModel;
 use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};

@@ -3,7 +3,7 @@
 use super::*;
 use serde_json::{Value, json};
 use tandem::audit;
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_process::discovery::MemberSource;
 use tandem_router::RouterSettings;
 use tandem_tests::{
@@ -11,6 +11,7 @@ use tandem_tests::{
     services::{Services, worker_settings},
     wait_until,
 };
+use tandem_text::ServedModel;
 use tandem_worker::{Ledger, WorkerSettings};
 use tempfile::TempDir;
 

@@ -6,9 +6,10 @@ use tandem_engine::{
     EngineHandle, EngineSettings,
     sim::{SimEngine, SimSettings},
 };
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::services::{Services, engine_settings, worker_settings};
+use tandem_text::ServedModel;
 
 /// Maximum number of prompt tokens in a step. It is so small that prompts are computed in several steps.
 pub const CHUNK_BUDGET: u32 = 64;

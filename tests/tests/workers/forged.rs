@@ -7,10 +7,11 @@ use crate::{
 };
 use serde_json::json;
 use std::time::Duration;
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_proto::v1::{FailureReason, GenerateRequest, WorkerRef, generate_reply::Message};
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint, services::Services};
+use tandem_text::ServedModel;
 
 const PROMPT: u32 = 300;
 const BLOCKS: u32 = 19;

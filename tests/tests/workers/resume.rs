@@ -4,13 +4,14 @@ use crate::harness::{Setup, TIMEOUT, Worker};
 use serde_json::{Value, json};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::sim::SimSettings;
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::FrontendSettings;
 use tandem_proto::{
     channel::{PING_INTERVAL, PING_TIMEOUT},
     v1::{WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Answer, Client, Endpoint, prose, services::Services};
+use tandem_text::ServedModel;
 use tokio::task::JoinSet;
 
 struct Cluster {

@@ -10,9 +10,9 @@ use crate::{
     settings::{KvConnector, UpSettings},
 };
 use tandem_adapter::ServerDescription;
-use tandem_frontend::ServedModel;
 use tandem_process::Shutdown;
 use tandem_proto::v1::worker_info::Role;
+use tandem_text::ServedModel;
 
 /// The models of all servers. If a model is a LoRA, it has the id of its base model.
 struct Models(Vec<(ServedModel, Option<String>)>);

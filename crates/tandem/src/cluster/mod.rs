@@ -18,13 +18,13 @@ use crate::{
 use parts::Parts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
-use tandem_frontend::ServedModel;
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
     channel::Channel,
     v1::{WorkersRequest, router_client::RouterClient, worker_info::Role},
 };
+use tandem_text::ServedModel;
 use tokio::{
     net::{TcpListener, TcpSocket},
     time::Instant,

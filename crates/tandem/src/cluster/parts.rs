@@ -12,7 +12,7 @@ use futures::FutureExt;
 use std::{convert::Infallible, future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
-use tandem_frontend::{ApiKeys, FrontendSettings, ServedModel, TlsFiles};
+use tandem_frontend::{ApiKeys, FrontendSettings, TlsFiles};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{
     Metrics, Shutdown,
@@ -28,6 +28,7 @@ use tandem_proto::{
     v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
 };
 use tandem_router::RouterSettings;
+use tandem_text::ServedModel;
 use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};

@@ -17,9 +17,9 @@ use tandem_engine::{
     cuda::{CudaLimits, CudaModel, CudaSettings},
     sim::{SimEngine, SimSettings, Vocabulary},
 };
-use tandem_frontend::ServedModel;
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile};
 use tandem_proto::ClusterKey;
+use tandem_text::ServedModel;
 
 /// This many events of a sequence are buffered for a client before backpressure pauses the sequence. They cover more than a second of tokens, so a
 /// short delay of the reader does not pause the sequence. With logprobs they take a few hundred KiB.

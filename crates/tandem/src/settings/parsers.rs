@@ -4,7 +4,10 @@ use super::common::with_commas;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::{fmt, str::FromStr};
-use tandem_frontend::{ReasoningParser, ServedModel, ToolCallParser};
+use tandem_text::{
+    ServedModel,
+    chat::{ReasoningParser, ToolCallParser},
+};
 
 /// The parsers of answers.
 #[derive(Args, Clone, Debug, Default, PartialEq, Serialize)]

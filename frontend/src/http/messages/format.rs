@@ -9,12 +9,12 @@ use super::{
     errors,
 };
 use crate::{
-    chat::Piece,
     error::ApiError,
     stream::{AnswerEvent, Delta, FinishReason},
     usage::Usage,
 };
 use serde_json::{Value, json};
+use tandem_text::chat::Piece;
 
 /// The event that Anthropic's API sends in pauses. Its clients skip it.
 const PING: &[u8] = b"event: ping\ndata: {\"type\": \"ping\"}\n\n";

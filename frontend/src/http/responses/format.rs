@@ -7,13 +7,13 @@ use super::super::{
     sse::{Format, write_named},
 };
 use crate::{
-    chat::Piece,
     clock::unix_time,
     error::ApiError,
     stream::{AnswerEvent, Delta, FinishReason, TokenLogprobs},
     usage::Usage,
 };
 use serde_json::{Map, Value, json};
+use tandem_text::chat::Piece;
 
 pub(in crate::http) struct ResponseFormat {
     run: Run,

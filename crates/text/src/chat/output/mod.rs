@@ -1,0 +1,147 @@
+//! Splits a model's text into reasoning, content and tool calls while it is generated.
+//!
+//! The pieces do not depend on how the text is split into chunks, so a streamed answer and a whole answer are equal. Text is held back only while it
+//! may be the beginning of a tag or of a tool call. Text that looks like a tool call at first and turns out to be none becomes content.
+
+mod calls;
+mod format;
+mod json;
+mod piece;
+mod reasoning;
+
+pub use format::ToolCallParser;
+pub use piece::{Piece, Pieces};
+pub use reasoning::ReasoningParser;
+
+use super::Tools;
+use calls::Calls;
+use reasoning::Splitter;
+use std::sync::Arc;
+
+/// The settings of splitting an answer.
+#[derive(Clone, Debug, Default)]
+pub struct OutputFormat {
+    /// How reasoning is split off.
+    pub reasoning: ReasoningFormat,
+    /// How tool calls are found.
+    pub tools: ToolFormat,
+}
+
+/// How reasoning is split from the rest of an answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReasoningFormat {
+    /// How the model marks its reasoning.
+    pub parser: ReasoningParser,
+    /// Whether the prompt ends within reasoning: the template has written the tag that opens it.
+    pub is_open: bool,
+    /// Whether the client has asked not to receive the reasoning.
+    pub is_hidden: bool,
+}
+
+/// How tool calls are found in an answer.
+#[derive(Clone, Debug, Default)]
+pub struct ToolFormat {
+    /// How the model writes tool calls.
+    pub parser: ToolCallParser,
+    /// The tools that it may call.
+    pub tools: Arc<Tools>,
+}
+
+impl OutputFormat {
+    /// Returns the text that ends the reasoning with which the answer begins; `None` if the answer does not begin with reasoning.
+    pub fn reasoning_end(&self) -> Option<&'static str> {
+        let tags = self.reasoning.parser.tags().filter(|_| self.reasoning.is_open);
+        tags.map(|(_, end)| end)
+    }
+}
+
+/// Splits the text of one sample into pieces.
+pub struct OutputParser {
+    reasoning: Option<Splitter>,
+    hides_reasoning: bool,
+    calls: Option<Calls>,
+}
+
+impl OutputParser {
+    /// Returns a parser for one sample.
+    pub fn new(format: &OutputFormat) -> Self {
+        Self {
+            reasoning: format.reasoning.parser.tags().map(|tags| Splitter::new(tags, format.reasoning.is_open)),
+            hides_reasoning: format.reasoning.is_hidden,
+            calls: Calls::new(&format.tools),
+        }
+    }
+
+    /// Adds a chunk of text.
+    pub fn push(&mut self, text: &str, pieces: &mut Pieces) {
+        self.through_reasoning(pieces, text, |reasoning, thoughts, answer| reasoning.push(text, thoughts, answer));
+    }
+
+    /// Returns whether the special token with this name may be a tag.
+    pub fn has_tag(&self, name: &str) -> bool {
+        self.calls.is_some() || self.reasoning.as_ref().is_some_and(|reasoning| reasoning.wants(name))
+    }
+
+    /// Adds the name of a special token. The name has an effect only if it is a tag of the model's reasoning or tool calls, and is never content.
+    pub fn special(&mut self, name: &str, pieces: &mut Pieces) {
+        if self.reasoning.as_ref().is_some_and(|reasoning| reasoning.wants(name)) {
+            return self.push(name, pieces);
+        }
+        let Some(calls) = &self.calls else { return };
+        if self.reasoning.as_ref().is_some_and(|reasoning| !reasoning.is_past()) {
+            if !calls.opens_with(name) {
+                return;
+            }
+            // Some models begin a tool call without closing their reasoning.
+            self.through_reasoning(pieces, "", Splitter::leave);
+        }
+        if let Some(calls) = &mut self.calls {
+            calls.special(name, pieces);
+        }
+    }
+
+    /// Ends the text.
+    pub fn finish(&mut self, pieces: &mut Pieces) {
+        self.through_reasoning(pieces, "", Splitter::finish);
+        if let Some(calls) = &mut self.calls {
+            calls.finish(pieces);
+        }
+    }
+
+    /// Calls `step` with the reasoning, and adds the reasoning text and the answer text that `step` returns. If the model has no reasoning, adds
+    /// `text`.
+    fn through_reasoning(&mut self, pieces: &mut Pieces, text: &str, step: impl FnOnce(&mut Splitter, &mut String, &mut String)) {
+        let Some(reasoning) = &mut self.reasoning else { return self.answer(text, pieces) };
+        let (mut thoughts, mut answer) = (String::new(), String::new());
+        step(reasoning, &mut thoughts, &mut answer);
+        if !self.hides_reasoning {
+            pieces.reasoning(&thoughts);
+        }
+        self.answer(&answer, pieces);
+    }
+
+    fn answer(&mut self, text: &str, pieces: &mut Pieces) {
+        match &mut self.calls {
+            Some(calls) => calls.push(text, pieces),
+            None => pieces.content(text),
+        }
+    }
+
+    /// Returns whether the text so far ends within reasoning.
+    pub fn is_reasoning(&self) -> bool {
+        self.reasoning.as_ref().is_some_and(Splitter::is_inside)
+    }
+
+    /// Returns the number of tool calls so far.
+    pub fn calls(&self) -> usize {
+        self.calls.as_ref().map_or(0, Calls::count)
+    }
+
+    /// Returns whether the answer is complete whatever text follows: it may have only one tool call, and has it.
+    pub fn is_complete(&self) -> bool {
+        self.calls.as_ref().is_some_and(Calls::is_complete)
+    }
+}
+
+#[cfg(test)]
+mod tests;

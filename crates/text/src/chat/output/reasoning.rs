@@ -1,0 +1,177 @@
+//! Separates the reasoning at the beginning of an answer from the rest.
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+/// The tags with which a model marks its reasoning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum ReasoningParser {
+    /// The whole answer is content.
+    #[default]
+    None,
+    /// The tags are `<think>` and `</think>` (DeepSeek R1, Qwen 3, GLM 4.5, MiniMax).
+    #[value(aliases = ["deepseek_r1", "qwen3", "glm45"])]
+    Think,
+    /// The tags are `[THINK]` and `[/THINK]` (Magistral).
+    Mistral,
+    /// The tags are `◁think▷` and `◁/think▷` (Kimi).
+    Kimi,
+    /// The tags are `<seed:think>` and `</seed:think>` (Seed-OSS).
+    SeedOss,
+    /// The tags are `<|START_THINKING|>` and `<|END_THINKING|>` (Command A).
+    Cohere,
+}
+
+/// The tags that open and close reasoning.
+pub(super) type Tags = (&'static str, &'static str);
+
+impl ReasoningParser {
+    /// Returns the parser of the model with this chat template.
+    pub fn of_template(source: &str) -> Self {
+        let closes = |parser: &Self| parser.tags().is_some_and(|(_, close)| source.contains(close));
+        [Self::SeedOss, Self::Mistral, Self::Kimi, Self::Cohere, Self::Think].into_iter().find(closes).unwrap_or_default()
+    }
+
+    pub(super) fn tags(self) -> Option<Tags> {
+        match self {
+            Self::None => None,
+            Self::Think => Some(("<think>", "</think>")),
+            Self::Mistral => Some(("[THINK]", "[/THINK]")),
+            Self::Kimi => Some(("◁think▷", "◁/think▷")),
+            Self::SeedOss => Some(("<seed:think>", "</seed:think>")),
+            Self::Cohere => Some(("<|START_THINKING|>", "<|END_THINKING|>")),
+        }
+    }
+
+    /// Whether the text ends with the tag that opens reasoning.
+    pub fn ends_with_open_tag(self, text: &str) -> bool {
+        self.tags().is_some_and(|(open, _)| text.trim_end().ends_with(open))
+    }
+
+    /// Returns whether the text begins reasoning and does not end it.
+    pub fn is_left_open(self, text: &str) -> bool {
+        self.tags().is_some_and(|(open, close)| text.rfind(open) > text.rfind(close))
+    }
+}
+
+/// Splits a text at the tags of reasoning. Line feeds next to a tag are dropped, because templates write them again.
+pub(super) struct Splitter {
+    tags: Tags,
+    state: State,
+    held: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The text has only white space so far.
+    Before,
+    Inside {
+        /// Whether the reasoning has text.
+        begun: bool,
+    },
+    /// The reasoning has ended, and no other text has followed.
+    Closed,
+    After,
+}
+
+impl Splitter {
+    pub(super) fn new(tags: Tags, is_open: bool) -> Self {
+        let state = if is_open { State::Inside { begun: false } } else { State::Before };
+        Self { tags, state, held: String::new() }
+    }
+
+    pub(super) fn is_inside(&self) -> bool {
+        matches!(self.state, State::Inside { .. })
+    }
+
+    pub(super) fn is_past(&self) -> bool {
+        matches!(self.state, State::Closed | State::After)
+    }
+
+    /// Returns whether the special token with this name is a tag at this point of the text.
+    pub(super) fn wants(&self, name: &str) -> bool {
+        match self.state {
+            State::Before => name == self.tags.0,
+            State::Inside { .. } => name == self.tags.1,
+            State::Closed | State::After => false,
+        }
+    }
+
+    pub(super) fn push(&mut self, text: &str, thoughts: &mut String, answer: &mut String) {
+        self.held.push_str(text);
+        let (open, close) = self.tags;
+        loop {
+            match self.state {
+                State::Before => {
+                    let begun = self.held.trim_start();
+                    if let Some(rest) = begun.strip_prefix(open) {
+                        // A model may write the opening tag again after the template has written it.
+                        self.held = rest.to_owned();
+                        self.state = State::Inside { begun: false };
+                    } else if open.starts_with(begun) {
+                        return;
+                    } else {
+                        self.state = State::After;
+                    }
+                }
+                State::Inside { begun } => {
+                    if !begun {
+                        let blank = self.held.len() - self.held.trim_start_matches('\n').len();
+                        self.held.drain(..blank);
+                        if let Some(rest) = self.held.strip_prefix(open) {
+                            self.held = rest.to_owned();
+                            continue;
+                        }
+                        if open.starts_with(&self.held) {
+                            return;
+                        }
+                    }
+                    let Some(end) = self.held.find(close) else {
+                        let kept = self.held.len() - partial_suffix(&self.held, &[close]);
+                        let sent = self.held[..kept].trim_end_matches('\n').len();
+                        thoughts.extend(self.held.drain(..sent));
+                        self.state = State::Inside { begun: begun || sent > 0 };
+                        return;
+                    };
+                    thoughts.push_str(self.held[..end].trim_end_matches('\n'));
+                    self.held.drain(..end + close.len());
+                    self.state = State::Closed;
+                }
+                State::Closed => {
+                    let blank = self.held.len() - self.held.trim_start_matches('\n').len();
+                    self.held.drain(..blank);
+                    if self.held.is_empty() {
+                        return;
+                    }
+                    self.state = State::After;
+                }
+                State::After => {
+                    answer.extend(self.held.drain(..));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Ends the reasoning without its closing tag.
+    pub(super) fn leave(&mut self, thoughts: &mut String, answer: &mut String) {
+        self.finish(thoughts, answer);
+        self.state = State::After;
+    }
+
+    pub(super) fn finish(&mut self, thoughts: &mut String, answer: &mut String) {
+        let side = if self.is_inside() { thoughts } else { answer };
+        side.extend(self.held.drain(..));
+    }
+}
+
+/// Returns the length of the longest suffix of the text that is the beginning of one of `tags`, but not a whole tag.
+pub(super) fn partial_suffix(text: &str, tags: &[&str]) -> usize {
+    let longest = |tag: &&str| {
+        let lengths = tag.char_indices().map(|(at, _)| at).skip(1);
+        lengths.filter(|length| text.ends_with(&tag[..*length])).max().unwrap_or_default()
+    };
+    tags.iter().map(longest).max().unwrap_or_default()
+}

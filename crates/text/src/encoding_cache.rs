@@ -1,0 +1,196 @@
+//! Remembers the token ids of texts, so that the earlier messages of a conversation are not encoded again with each turn.
+//!
+//! An entry is the text between two names of special tokens. [`Tokenizer`](super::Tokenizer) cuts a prompt there before any step of the model's own
+//! algorithm and encodes each part on its own, so a part's ids depend on nothing but its text, and on whether it is at the start of the prompt. An
+//! entry is used only after both, and the cache namespace, were compared in full: a collision of hashes is a miss.
+
+use foldhash::fast::RandomState;
+use lru::LruCache;
+use metrics::{Counter, Gauge};
+use parking_lot::Mutex;
+use std::{hash::BuildHasher, sync::Arc};
+use tandem_kv::{Namespace, TokenId};
+
+/// Shorter parts are not remembered. Encoding them costs little more than finding them.
+const PART_BYTES_MIN: usize = 32;
+/// The memory of an entry besides its text and ids, roughly.
+const ENTRY_BYTES: usize = 192;
+
+/// The entries of all namespaces. The entry that was used least recently is removed first.
+pub struct EncodingCache {
+    entries: Mutex<Entries>,
+    /// 0: nothing is remembered.
+    bytes_max: usize,
+    hasher: RandomState,
+    metrics: EncodingMetrics,
+}
+
+/// The metrics of an [`EncodingCache`].
+pub struct EncodingMetrics {
+    /// The memory in use, in bytes.
+    pub bytes: Gauge,
+    /// Bytes of text whose ids were remembered.
+    pub hits: Counter,
+    /// Bytes of text whose ids were computed.
+    pub misses: Counter,
+}
+
+struct Entries {
+    by_hash: LruCache<u64, Arc<Entry>>,
+    bytes: usize,
+}
+
+struct Entry {
+    namespace: Namespace,
+    first: bool,
+    text: Box<str>,
+    ids: Box<[TokenId]>,
+}
+
+/// The entries of one namespace. Requests of other namespaces cannot find out by the time of their own whether a text is among them.
+#[derive(Clone)]
+pub struct NamespaceEncodings {
+    cache: Arc<EncodingCache>,
+    namespace: Namespace,
+}
+
+impl EncodingCache {
+    /// Returns an empty cache of at most this many bytes.
+    pub fn new(bytes_max: usize, metrics: EncodingMetrics) -> Self {
+        let entries = Mutex::new(Entries { by_hash: LruCache::unbounded(), bytes: 0 });
+        Self { entries, bytes_max, hasher: RandomState::default(), metrics }
+    }
+
+    /// Returns the entries of a namespace.
+    pub fn of(self: &Arc<Self>, namespace: Namespace) -> NamespaceEncodings {
+        NamespaceEncodings { cache: Arc::clone(self), namespace }
+    }
+
+    fn insert(&self, hash: u64, entry: Entry) {
+        let bytes = entry.bytes();
+        if bytes > self.bytes_max {
+            return;
+        }
+        let mut removed = Vec::new();
+        let mut entries = self.entries.lock();
+        entries.bytes += bytes;
+        removed.extend(entries.by_hash.put(hash, Arc::new(entry)));
+        entries.bytes -= removed.iter().map(|entry| entry.bytes()).sum::<usize>();
+        while entries.bytes > self.bytes_max
+            && let Some((_, oldest)) = entries.by_hash.pop_lru()
+        {
+            entries.bytes -= oldest.bytes();
+            removed.push(oldest);
+        }
+        self.metrics.bytes.set(entries.bytes as f64);
+        // The removed entries are dropped after the lock.
+        drop(entries);
+    }
+}
+
+impl NamespaceEncodings {
+    /// Appends the ids of a part of a prompt: those that are remembered, else those that `encode` appends. `first` is true if the part is at the start
+    /// of the prompt.
+    ///
+    /// # Errors
+    /// `encode` fails.
+    pub(super) fn encode<E>(
+        &self,
+        text: &str,
+        first: bool,
+        ids: &mut Vec<TokenId>,
+        encode: impl FnOnce(&mut Vec<TokenId>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Self { cache, namespace } = self;
+        if text.len() < PART_BYTES_MIN || cache.bytes_max == 0 {
+            return encode(ids);
+        }
+        let hash = cache.hasher.hash_one((namespace, first, text));
+        let found = cache.entries.lock().by_hash.get(&hash).cloned();
+        if let Some(entry) = found.filter(|entry| (&entry.namespace, entry.first, &*entry.text) == (namespace, first, text)) {
+            ids.extend_from_slice(&entry.ids);
+            cache.metrics.hits.increment(text.len() as u64);
+            return Ok(());
+        }
+        let start = ids.len();
+        encode(ids)?;
+        cache.metrics.misses.increment(text.len() as u64);
+        let (namespace, text, ids) = (namespace.clone(), text.into(), ids[start..].into());
+        cache.insert(hash, Entry { namespace, first, text, ids });
+        Ok(())
+    }
+}
+
+impl Entry {
+    fn bytes(&self) -> usize {
+        ENTRY_BYTES + self.text.len() + size_of_val(&*self.ids)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache(bytes_max: usize) -> Arc<EncodingCache> {
+        let metrics = EncodingMetrics { bytes: Gauge::noop(), hits: Counter::noop(), misses: Counter::noop() };
+        Arc::new(EncodingCache::new(bytes_max, metrics))
+    }
+
+    /// Returns whether the ids of the text had to be computed. They are the text's bytes.
+    fn computes(encodings: &NamespaceEncodings, text: &str, first: bool) -> bool {
+        let (mut ids, mut computes) = (vec![7], false);
+        let encode = |ids: &mut Vec<TokenId>| {
+            computes = true;
+            ids.extend(text.bytes().map(TokenId::from));
+            Ok::<(), ()>(())
+        };
+        encodings.encode(text, first, &mut ids, encode).expect("these texts can be encoded");
+        assert_eq!(ids[0], 7, "ids before the part stay");
+        assert!(ids[1..].iter().copied().eq(text.bytes().map(TokenId::from)));
+        computes
+    }
+
+    #[test]
+    fn text_is_encoded_once_for_each_namespace_and_place() {
+        let cache = cache(1 << 20);
+        let text = "x".repeat(PART_BYTES_MIN);
+        let namespace = Namespace::new("m", "r", "", "");
+        let others = [Namespace::new("m", "r", "", "salt"), Namespace::new("n", "r", "", ""), namespace.of_account("a")];
+        for namespace in others.into_iter().chain([namespace.clone()]) {
+            let encodings = cache.of(namespace);
+            for first in [true, false] {
+                assert!(computes(&encodings, &text, first));
+                assert!(!computes(&encodings, &text, first));
+            }
+        }
+        let encodings = cache.of(namespace);
+        assert!(computes(&encodings, &text[1..], true) && computes(&encodings, &text[1..], true), "a short text");
+    }
+
+    #[test]
+    fn memory_is_bounded_and_the_text_used_last_stays() {
+        let texts: Vec<String> = (0..64).map(|index| format!("{index:>1000}")).collect();
+        let entry = ENTRY_BYTES + 5 * texts[0].len();
+        let cache = cache(8 * entry);
+        let encodings = cache.of(Namespace::new("m", "r", "", ""));
+        for text in &texts {
+            assert!(computes(&encodings, text, true));
+            assert!(!computes(&encodings, &texts[0], true), "a text in use stays");
+            let entries = cache.entries.lock();
+            let bytes: usize = entries.by_hash.iter().map(|(_, entry)| entry.bytes()).sum();
+            assert_eq!(bytes, entries.bytes);
+            assert!(bytes <= 8 * entry);
+        }
+        assert_eq!(cache.entries.lock().by_hash.len(), 8);
+        let huge = "y".repeat(16 * entry);
+        assert!(computes(&encodings, &huge, true) && computes(&encodings, &huge, true));
+        assert!(!computes(&encodings, &texts[63], true), "a text that is too long removes no other");
+    }
+
+    #[test]
+    fn cache_of_no_bytes_remembers_nothing() {
+        let encodings = cache(0).of(Namespace::new("m", "r", "", ""));
+        let text = "x".repeat(1000);
+        assert!(computes(&encodings, &text, true) && computes(&encodings, &text, true));
+    }
+}
