@@ -1,9 +1,10 @@
 //! Runs CPU work of a millisecond or more on all cores except one. That core remains free for work that must not wait, such as sending
 //! tokens and answering health checks.
 
-use crate::{admission::Client, error::ApiError, shares::Shares};
+use crate::{admission::Client, shares::Shares};
 use futures::future::OptionFuture;
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
+use tandem_api::RequestError;
 use tokio::{
     sync::Semaphore,
     task::{JoinHandle, spawn_blocking},
@@ -44,31 +45,31 @@ impl Cores {
     /// round-robin. Dropping the future removes the task from the queue; a task that already runs continues to its end and keeps its core.
     ///
     /// # Errors
-    /// The error of `work`, or [`ApiError::Overloaded`] after [`QUEUE_TIMEOUT`].
+    /// The error of `work`, or [`RequestError::Busy`] after [`QUEUE_TIMEOUT`].
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         client: Option<&Client>,
-        work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-    ) -> Result<T, ApiError> {
-        self.start(client, work).await?.await.unwrap_or(Err(ApiError::Internal))
+        work: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
+    ) -> Result<T, RequestError> {
+        self.start(client, work).await?.await.unwrap_or(Err(RequestError::Failed))
     }
 
     /// Starts `work` as [`Cores::run`] does, and returns the running task.
     ///
     /// # Errors
-    /// [`ApiError::Overloaded`] after [`QUEUE_TIMEOUT`].
+    /// [`RequestError::Busy`] after [`QUEUE_TIMEOUT`].
     pub(crate) async fn start<T: Send + 'static>(
         &self,
         client: Option<&Client>,
-        work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-    ) -> Result<JoinHandle<Result<T, ApiError>>, ApiError> {
+        work: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
+    ) -> Result<JoinHandle<Result<T, RequestError>>, RequestError> {
         let place = client.map(|client| self.queued.of(client));
         let core = async {
             let place = OptionFuture::from(place.map(Semaphore::acquire_owned)).await;
             let core = Arc::clone(&self.free).acquire_owned().await;
             (core, place.filter(|_| self.one_each))
         };
-        let core = timeout(QUEUE_TIMEOUT, core).await.map_err(|_| ApiError::Overloaded)?;
+        let core = timeout(QUEUE_TIMEOUT, core).await.map_err(|_| RequestError::Busy)?;
         Ok(spawn_blocking(move || {
             let result = work();
             drop(core);
@@ -90,7 +91,7 @@ mod tests {
     async fn tasks_wait_for_a_free_core() {
         let cores = Cores::new(1);
         let (release, blocked) = mpsc::channel::<()>();
-        let mut first = pin!(cores.run(None, move || blocked.recv().map_err(|_| ApiError::Internal)));
+        let mut first = pin!(cores.run(None, move || blocked.recv().map_err(|_| RequestError::Failed)));
         assert!(poll!(&mut first).is_pending());
         let mut second = pin!(cores.run(None, || Ok(2)));
         assert!(poll!(&mut second).is_pending(), "the first task holds the only core");
@@ -102,7 +103,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn task_that_waits_too_long_is_refused() {
         let cores = Cores::new(0);
-        assert!(matches!(cores.run(None, || Ok(())).await, Err(ApiError::Overloaded)));
+        assert!(matches!(cores.run(None, || Ok(())).await, Err(RequestError::Busy)));
     }
 
     #[tokio::test]
@@ -110,7 +111,7 @@ mod tests {
         let cores = Cores::new(1);
         let [flood, other] = ["flood", "other"].map(|name| Client::Account(name.to_owned()));
         let (release, blocked) = mpsc::channel::<()>();
-        let mut first = pin!(cores.run(Some(&flood), move || blocked.recv().map_err(|_| ApiError::Internal)));
+        let mut first = pin!(cores.run(Some(&flood), move || blocked.recv().map_err(|_| RequestError::Failed)));
         let order = Arc::new(Mutex::new(Vec::new()));
         let task = |client, name: usize| {
             let order = Arc::clone(&order);
@@ -143,7 +144,7 @@ mod tests {
         let [slow, other] = ["slow", "other"].map(|name| Client::Account(name.to_owned()));
         let (release, blocked) = mpsc::channel::<()>();
         let first =
-            cores.start(Some(&slow), move || blocked.recv().map_err(|_| ApiError::Internal)).await.expect("a core is free");
+            cores.start(Some(&slow), move || blocked.recv().map_err(|_| RequestError::Failed)).await.expect("a core is free");
         let mut second = pin!(cores.start(Some(&slow), || Ok(())));
         assert!(poll!(&mut second).is_pending(), "the client's first task runs");
         cores.run(Some(&other), || Ok(())).await.expect("the other core serves the other client");
@@ -155,8 +156,8 @@ mod tests {
     #[tokio::test]
     async fn panicking_task_releases_its_core() {
         let cores = Cores::new(1);
-        let panics = cores.run(None, || -> Result<(), ApiError> { panic!("on purpose") }).await;
-        assert!(matches!(panics, Err(ApiError::Internal)));
+        let panics = cores.run(None, || -> Result<(), RequestError> { panic!("on purpose") }).await;
+        assert!(matches!(panics, Err(RequestError::Failed)));
         assert!(cores.run(None, || Ok(())).await.is_ok());
     }
 }

@@ -17,7 +17,6 @@ mod metrics;
 mod models;
 mod prompt;
 mod recent;
-mod request;
 mod settings;
 mod shares;
 mod stream;

@@ -12,12 +12,12 @@ use crate::{
     dispatch::DispatchError,
     error::ApiError,
     models::Served,
-    request::{Options, StreamUsage},
     stream::{AnswerEvent, TokenLogprobs, answers},
 };
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
 use std::{pin::Pin, sync::Arc, time::Duration};
+use tandem_api::{Options, StreamUsage};
 use tandem_kv::TokenId;
 use tandem_proto::v1::FailureReason;
 use tandem_text::ServedModel;

@@ -1,6 +1,6 @@
 //! The state of a frontend that all requests share.
 
-use super::{body::Bodies, context::body_bytes_max, trust::Trust};
+use super::{body::Bodies, trust::Trust};
 use crate::{
     admission::{self, Admission, Client},
     audit::LastAudit,
@@ -8,7 +8,7 @@ use crate::{
     clock::unix_time,
     cores::Cores,
     dispatch::{Dispatcher, Limits, Routers},
-    error::{ApiError, Problem},
+    error::ApiError,
     keys::{self, Key, KeyCache, Keys},
     metrics::{FrontendMetrics, encodings},
     models::Models,
@@ -19,6 +19,8 @@ use axum::http::{HeaderMap, HeaderName};
 use lru::LruCache;
 use parking_lot::Mutex;
 use std::{collections::BTreeSet, num::NonZero, sync::Arc, time::Duration};
+use tandem_api::Problem;
+use tandem_api::body_bytes_max;
 use tandem_grammar::Constraint;
 use tandem_kv::{HashKey, Namespace, Priority};
 use tandem_process::{Metrics, Shutdown, trace::Tracer};

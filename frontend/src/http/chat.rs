@@ -8,13 +8,14 @@ use super::{
     lifecycle::handle,
     style::Style,
 };
-use crate::{error::ApiError, metrics::Endpoint, request::ChatRequest};
+use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
     extract::{Request, State},
     response::Response,
 };
 use bytes::Bytes;
 use std::sync::Arc;
+use tandem_api::ChatRequest;
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Chat, request, prepare).await

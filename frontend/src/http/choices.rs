@@ -9,10 +9,10 @@ use super::{
 };
 use crate::{
     error::ApiError,
-    request::StreamUsage,
     stream::{AnswerEvent, Delta, FinishReason, TokenLogprobs},
     usage::Usage,
 };
+use tandem_api::StreamUsage;
 use tandem_kv::TokenId;
 
 /// A streamed answer.

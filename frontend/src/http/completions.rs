@@ -2,27 +2,23 @@
 
 use super::{
     app::App,
-    context::{check_context, check_texts},
     format::ChoiceFormat,
     incoming::{Incoming, Job},
     lifecycle::handle,
     style::Style,
 };
-use crate::{
-    dispatch::Prompt,
-    error::{ApiError, Problem},
-    metrics::Endpoint,
-    request::{
-        CompletionRequest,
-        completions::{Completion, Input},
-    },
-};
+use crate::{dispatch::Prompt, error::ApiError, metrics::Endpoint};
 use axum::{
     extract::{Request, State},
     response::Response,
 };
 use bytes::Bytes;
 use std::sync::Arc;
+use tandem_api::{
+    CompletionRequest, Problem,
+    completions::{Completion, Input},
+};
+use tandem_api::{check_context, check_texts};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Completions, request, prepare).await

@@ -1,16 +1,16 @@
 //! Prepares a conversation of any API: limits its text, renders and encodes it, and checks that the answer fits into the context.
 
 use super::{
-    context::{check_context, check_texts},
     incoming::{Incoming, Job},
     style::Style,
 };
-use crate::{
-    error::{ApiError, Problem},
-    models::Served,
-    request::chat::{Chat, Encoded},
-};
+use crate::{error::ApiError, models::Served};
 use std::sync::Arc;
+use tandem_api::{
+    Problem, RequestError,
+    chat::{Chat, Encoded},
+    check_context, check_texts,
+};
 use tandem_text::ServedModel;
 
 /// Returns the job that answers the conversation.
@@ -49,14 +49,14 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
 /// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
 pub(super) async fn count(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<usize, ApiError> {
     check(model, &chat)?;
-    encode(incoming, model, chat).await.map(|(_, encoded)| encoded.tokens.len())
+    Ok(encode(incoming, model, chat).await?.1.tokens.len())
 }
 
-fn check(model: &ServedModel, chat: &Chat) -> Result<(), ApiError> {
+fn check(model: &ServedModel, chat: &Chat) -> Result<(), RequestError> {
     check_texts(model, std::iter::once(chat.text_bytes()), chat.options.truncation.is_some(), "messages")
 }
 
-async fn encode(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<(Chat, Encoded), ApiError> {
+async fn encode(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<(Chat, Encoded), RequestError> {
     let encoder = Arc::clone(model);
     let encodings = incoming.encodings(model, &chat.options.cache_salt);
     incoming.encode_conversation(move || chat.encode(&encoder, &encodings).map(|encoded| (chat, encoded))).await

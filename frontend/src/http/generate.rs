@@ -2,22 +2,19 @@
 
 use super::{
     app::App,
-    context::check_context,
     incoming::{Incoming, Job},
     lifecycle::handle,
     style::Style,
 };
-use crate::{
-    error::ApiError,
-    metrics::Endpoint,
-    request::{Generate, GenerateRequest},
-};
+use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
     extract::{Request, State},
     response::Response,
 };
 use bytes::Bytes;
 use std::sync::Arc;
+use tandem_api::check_context;
+use tandem_api::{Generate, GenerateRequest};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Generate, request, prepare).await

@@ -9,12 +9,12 @@ use super::{
 };
 use crate::{
     error::ApiError,
-    request::StreamUsage,
     stream::{AnswerEvent, Delta, FinishReason, TokenLogprobs},
     usage::Usage,
 };
 use schemars::JsonSchema;
 use serde::Serialize;
+use tandem_api::StreamUsage;
 use tandem_kv::TokenId;
 
 pub(super) struct Generated {

@@ -3,21 +3,20 @@
 use super::{
     app::{App, HeaderOptions},
     body,
-    context::elements_max,
     style::Style,
 };
 use crate::{
     admission::{Admitted, Client},
     dispatch::Prompt,
-    error::{ApiError, Problem},
+    error::ApiError,
     models::Served,
     prompt::reusable_hashes,
-    request::{self, Ignored, Options},
 };
 use axum::response::Response;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
+use tandem_api::{Ignored, Options, Problem, RequestError, elements_max};
 use tandem_kv::{Namespace, Priority, TokenId};
 use tandem_text::{NamespaceEncodings, ServedModel, chat::OutputFormat};
 use tokio::{
@@ -90,7 +89,7 @@ impl Incoming {
     pub(super) async fn parse<T: DeserializeOwned + Send + 'static>(&mut self, body: Bytes) -> Result<T, ApiError> {
         let elements_max = elements_max(self.app.models.context_length_max());
         let inline = body.len() <= PARSE_INLINE_BYTES;
-        let parse = move || request::parse(&body, elements_max);
+        let parse = move || tandem_api::parse(&body, elements_max);
         let (request, ignored) = if inline { parse()? } else { self.app.parsing.run(self.client.as_ref(), parse).await? };
         // A body that is parsed as two types has the fields of both.
         self.ignored = Some(match self.ignored.take() {
@@ -115,8 +114,8 @@ impl Incoming {
     /// `encode` fails, or no core is free in time.
     pub(super) async fn encode_conversation<T: Send + 'static>(
         &self,
-        encode: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-    ) -> Result<T, ApiError> {
+        encode: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
+    ) -> Result<T, RequestError> {
         self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
@@ -127,8 +126,8 @@ impl Incoming {
     pub(super) async fn encode<T: Send + 'static>(
         &self,
         text_bytes: usize,
-        encode: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-    ) -> Result<T, ApiError> {
+        encode: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
+    ) -> Result<T, RequestError> {
         if text_bytes <= ENCODE_INLINE_BYTES {
             return encode();
         }
@@ -150,7 +149,7 @@ impl Incoming {
             Problem::Constraint { problem: format!("checking it takes longer than {} s; simplify it", CHECK_MAX.as_secs()) };
         let too_long = ApiError::invalid(&*stated.param, too_long);
         let check = self.app.constraints.start(self.client.as_ref(), move || stated.check()).await?;
-        timeout(CHECK_MAX, check).await.map_err(|_| too_long)?.unwrap_or(Err(ApiError::Internal))?;
+        timeout(CHECK_MAX, check).await.map_err(|_| too_long)?.unwrap_or(Err(RequestError::Failed))?;
         let removed = self.app.checked.lock().push(key, ());
         drop(removed);
         Ok(())

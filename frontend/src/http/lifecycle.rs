@@ -17,7 +17,7 @@ use crate::{
 };
 use axum::{
     extract::Request,
-    http::{HeaderMap, HeaderName, request::Parts},
+    http::{HeaderMap, HeaderName, HeaderValue, request::Parts},
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
@@ -26,6 +26,8 @@ use tandem_kv::Priority;
 use tandem_process::listen::{Peer, PeerAddress};
 use tokio::sync::watch;
 
+/// Names the fields of a request that this server does not know.
+const IGNORED: HeaderName = HeaderName::from_static("x-tandem-ignored-parameters");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// Admits a request, converts its body to a job or an answer with `prepare`, and replies with the answer. Every outcome is counted.
@@ -92,7 +94,8 @@ where
         }
         Err(error) => refused(&id, admitted, error),
     };
-    response.headers_mut().extend(ignored.and_then(|ignored| ignored.header()));
+    let ignored = ignored.and_then(|ignored| HeaderValue::from_str(&ignored.joined()?).ok());
+    response.headers_mut().extend(ignored.map(|names| (IGNORED, names)));
     response
 }
 

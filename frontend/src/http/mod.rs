@@ -8,7 +8,6 @@ mod chat;
 mod chat_format;
 mod choices;
 mod completions;
-mod context;
 mod conversation;
 mod cors;
 mod dashboard;

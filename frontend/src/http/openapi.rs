@@ -1,14 +1,12 @@
 //! The OpenAPI document of this server, made from the types of requests and answers and from the limits of the checks.
 
 use super::{app::App, format::Envelope, generated};
-use crate::{
-    models::Models,
-    request::{ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, OfModels, TokenizeRequest, efforts},
-};
+use crate::models::Models;
 use axum::{Json, extract::State};
 use schemars::{JsonSchema, SchemaGenerator, generate::SchemaSettings, transform::RecursiveTransform};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
+use tandem_api::{ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, OfModels, TokenizeRequest, efforts};
 
 const DESCRIPTION: &str = "The APIs of OpenAI, Anthropic and vLLM, as far as Tandem serves them. Fields of requests that this document does not \
      have are ignored, and the response's header `x-tandem-ignored-parameters` names them. Parameters with the schema `Unsupported` are refused \

@@ -10,12 +10,13 @@ use super::{
     sse::{Format, KEEP_ALIVE},
     style::Style,
 };
-use crate::{error::ApiError, request::StreamUsage, stream::AnswerEvent};
+use crate::{error::ApiError, stream::AnswerEvent};
 use axum::{
     http::header,
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
+use tandem_api::StreamUsage;
 
 /// The reply to a request whose answer has begun. `first` is the first event of a stream, or, if no event has occurred yet, the comment with which
 /// the stream begins.

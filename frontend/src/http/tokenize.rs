@@ -1,11 +1,7 @@
 //! `POST /tokenize` and `POST /detokenize`, with vLLM's fields.
 
-use super::{app::App, context::prompt_bytes_max, incoming::Incoming, lifecycle::handle, token::token_text};
-use crate::{
-    error::{ApiError, Problem, at_most},
-    metrics::Endpoint,
-    request::{ChatRequest, DetokenizeRequest, TokenizeRequest, ids},
-};
+use super::{app::App, incoming::Incoming, lifecycle::handle, token::token_text};
+use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
     Json,
     extract::{Request, State},
@@ -14,6 +10,7 @@ use axum::{
 use bytes::Bytes;
 use serde_json::json;
 use std::sync::Arc;
+use tandem_api::{ChatRequest, DetokenizeRequest, Problem, RequestError, TokenizeRequest, at_most, ids, prompt_bytes_max};
 use tandem_kv::TokenId;
 use tandem_text::{EncodeError, ServedModel};
 
@@ -40,7 +37,7 @@ async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErro
             let bytes = text.len();
             let encodings = incoming.encodings(&model, "");
             let encode =
-                move || encoder.tokenizer.encode_prompt(&text, None, &encodings).map_err(|_: EncodeError| ApiError::Internal);
+                move || encoder.tokenizer.encode_prompt(&text, None, &encodings).map_err(|_: EncodeError| RequestError::Failed);
             let encoded = incoming.encode(bytes, encode).await?;
             bos.into_iter().chain(encoded).collect::<Vec<TokenId>>()
         }
@@ -72,6 +69,6 @@ async fn decode(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
 }
 
 /// Checks the size of a prompt's text. Unlike a prompt that is to be answered, it may have more tokens than the context.
-fn check_bytes(model: &ServedModel, bytes: usize, param: &'static str) -> Result<(), ApiError> {
+fn check_bytes(model: &ServedModel, bytes: usize, param: &'static str) -> Result<(), RequestError> {
     at_most(param, bytes, prompt_bytes_max(model.usable_context()), "bytes of text")
 }

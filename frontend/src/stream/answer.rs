@@ -2,11 +2,12 @@
 
 use super::{
     event::AnswerEvent,
-    samples::{LogprobsWith, Samples, TextOptions},
+    samples::{LogprobsWith, Samples},
 };
 use crate::dispatch::{DispatchError, Dispatcher, Generation, LateReport, Prompt};
 use futures::{Stream, StreamExt, stream};
 use std::sync::Arc;
+use tandem_api::TextOptions;
 use tandem_text::{ServedModel, chat::OutputFormat};
 
 /// Places the prompt, waits for its first token, and yields the answer's events. Resumes the generation if its worker is lost. The

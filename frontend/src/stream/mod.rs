@@ -6,4 +6,4 @@ mod samples;
 
 pub(crate) use answer::answers;
 pub(crate) use event::{AnswerEvent, Delta, FinishReason, TokenLogprobs};
-pub(crate) use samples::{LogprobsWith, TextOptions};
+pub(crate) use samples::LogprobsWith;

@@ -2,6 +2,7 @@
 
 use super::event::{AnswerEvent, Delta, FinishReason, TokenLogprobs};
 use std::{collections::VecDeque, sync::Arc};
+use tandem_api::TextOptions;
 use tandem_kv::TokenId;
 use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Sampling, Token, Tokens, finished, generate_reply::Message};
 use tandem_text::{
@@ -14,17 +15,6 @@ pub(super) struct Samples {
     samples: Vec<Sample>,
     /// Events that the caller has not fetched yet.
     events: VecDeque<AnswerEvent>,
-}
-
-/// How tokens become text.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct TextOptions {
-    /// Whether the text includes the stop string or stop token that ends it.
-    pub(crate) stop_included: bool,
-    /// Whether special tokens have text.
-    pub(crate) special_tokens: bool,
-    /// Whether the answer has no text. Stop strings are found nevertheless.
-    pub(crate) absent: bool,
 }
 
 /// When the logprobs of a token are emitted.

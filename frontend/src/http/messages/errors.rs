@@ -11,6 +11,7 @@ use axum::{
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
+use tandem_api::RequestError;
 
 /// The header in which Anthropic's clients look for a request's id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
@@ -52,7 +53,7 @@ pub(super) fn body(error: &ApiError, request_id: &str) -> Value {
         _ => "api_error",
     };
     let mut body = json!({ "type": "error", "error": { "type": kind, "message": error.message() }, "request_id": request_id });
-    if matches!(error, ApiError::Invalid { param, .. } if param == "thread") {
+    if matches!(error, ApiError::Request(RequestError::Invalid { param, .. }) if param == "thread") {
         body["error"]["details"] = json!({ "error_code": THREAD_UNSUPPORTED });
     }
     body

@@ -10,11 +10,7 @@ use super::{
     lifecycle::handle,
     style::Style,
 };
-use crate::{
-    error::ApiError,
-    metrics::Endpoint,
-    request::{MessagesRequest, anthropic},
-};
+use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
     Json,
     extract::{Request, State},
@@ -23,6 +19,7 @@ use axum::{
 use bytes::Bytes;
 use serde_json::json;
 use std::sync::Arc;
+use tandem_api::{MessagesRequest, anthropic};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Messages, request, prepare).await

@@ -9,14 +9,7 @@ use super::{
     lifecycle::handle,
     style::Style,
 };
-use crate::{
-    error::ApiError,
-    metrics::Endpoint,
-    request::{
-        ResponsesRequest,
-        responses::{self, Responses},
-    },
-};
+use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
     Json,
     extract::{Request, State},
@@ -25,6 +18,10 @@ use axum::{
 use bytes::Bytes;
 use serde_json::json;
 use std::sync::Arc;
+use tandem_api::{
+    ResponsesRequest,
+    responses::{self, Responses},
+};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Responses, request, prepare).await

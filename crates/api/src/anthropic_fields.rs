@@ -12,52 +12,52 @@ use serde_json::{Map, Value};
 
 /// A message of the user or the assistant.
 #[derive(Deserialize)]
-pub(super) struct Turn {
-    pub(super) role: Option<String>,
-    pub(super) content: Option<Blocks>,
+pub(crate) struct Turn {
+    pub(crate) role: Option<String>,
+    pub(crate) content: Option<Blocks>,
 }
 
 /// The content of a message or the system prompt: one text, or a list of content blocks.
-pub(super) enum Blocks {
+pub(crate) enum Blocks {
     Text(String),
     List(Vec<Block>),
 }
 
 /// A content block. Which fields it has depends on its type.
 #[derive(Deserialize)]
-pub(super) struct Block {
+pub(crate) struct Block {
     #[serde(rename = "type")]
-    pub(super) kind: Option<String>,
-    pub(super) text: Option<String>,
-    pub(super) thinking: Option<String>,
-    pub(super) id: Option<String>,
-    pub(super) name: Option<String>,
-    pub(super) input: Option<Map<String, Value>>,
-    pub(super) tool_use_id: Option<String>,
+    pub(crate) kind: Option<String>,
+    pub(crate) text: Option<String>,
+    pub(crate) thinking: Option<String>,
+    pub(crate) id: Option<String>,
+    pub(crate) name: Option<String>,
+    pub(crate) input: Option<Map<String, Value>>,
+    pub(crate) tool_use_id: Option<String>,
     #[serde(default)]
-    pub(super) content: Content,
-    pub(super) is_error: Option<bool>,
+    pub(crate) content: Content,
+    pub(crate) is_error: Option<bool>,
 }
 
 #[derive(Deserialize)]
-pub(super) struct Choice {
+pub(crate) struct Choice {
     #[serde(rename = "type")]
-    pub(super) kind: Option<String>,
-    pub(super) name: Option<String>,
-    pub(super) disable_parallel_tool_use: Option<bool>,
+    pub(crate) kind: Option<String>,
+    pub(crate) name: Option<String>,
+    pub(crate) disable_parallel_tool_use: Option<bool>,
 }
 
 #[derive(Deserialize)]
-pub(super) struct Thinking {
+pub(crate) struct Thinking {
     #[serde(rename = "type")]
-    pub(super) kind: Option<String>,
-    pub(super) display: Option<String>,
+    pub(crate) kind: Option<String>,
+    pub(crate) display: Option<String>,
 }
 
 #[derive(Default, Deserialize)]
-pub(super) struct OutputConfig {
-    pub(super) effort: Option<String>,
-    pub(super) format: Option<Value>,
+pub(crate) struct OutputConfig {
+    pub(crate) effort: Option<String>,
+    pub(crate) format: Option<Value>,
 }
 
 readable! {

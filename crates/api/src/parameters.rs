@@ -22,7 +22,7 @@ use super::{
     tools::{RawChoice, TOOLS_MAX},
     unsupported::{Setting, accepted, check},
 };
-use crate::error::ApiError;
+use crate::error::RequestError;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{
     Deserialize,
@@ -32,12 +32,12 @@ use serde_json::{Map, Value, json};
 use std::{borrow::Cow, collections::BTreeMap};
 
 /// The maximum number of documents of a request.
-pub(super) const DOCUMENTS_MAX: usize = 1024;
+pub(crate) const DOCUMENTS_MAX: usize = 1024;
 
 #[derive(Clone, Copy, Default, JsonSchema)]
-pub(super) struct StreamOptions {
-    pub(super) include_usage: Option<bool>,
-    pub(super) continuous_usage_stats: Option<bool>,
+pub(crate) struct StreamOptions {
+    pub(crate) include_usage: Option<bool>,
+    pub(crate) continuous_usage_stats: Option<bool>,
 }
 
 /// The fields of [`StreamOptions`]. A derived implementation would also accept a list of them.
@@ -57,7 +57,7 @@ readable! {
 }
 
 /// Parameters that never change the answer. They are accepted with every value.
-pub(super) const WITHOUT_EFFECT: [&str; 19] = [
+pub(crate) const WITHOUT_EFFECT: [&str; 19] = [
     // Parameters of OpenAI.
     "metadata",
     "prediction",
@@ -124,7 +124,7 @@ fn add_rules(schema: &mut ObjectSchema, name: &str) {
 }
 
 /// Returns the two schemas of which a chat satisfies one: the answer continues the last message, or begins one.
-pub(super) fn continued_or_begun() -> [Value; 2] {
+pub(crate) fn continued_or_begun() -> [Value; 2] {
     ["continue_final_message", "add_generation_prompt"].map(|name| json!({ "properties": { name: { "enum": [false, null] } } }))
 }
 
@@ -140,8 +140,8 @@ macro_rules! parameters {
     };
     (@common { $($field:ident: $type:ty $(= $limit:expr)*,)* }) => {
         /// The parsed parameters that both endpoints have.
-        pub(super) struct Common {
-            $(pub(super) $field: Option<$type>,)*
+        pub(crate) struct Common {
+            $(pub(crate) $field: Option<$type>,)*
         }
 
         /// A chat with these parameters, and without the parameters of its own.
@@ -189,18 +189,19 @@ macro_rules! parameters {
      { $($own_refused:ident $(= $own_accepted:literal)*,)* } { $($refused:ident $(= $accepted:literal)*,)* }) => {
         /// A parsed request.
         #[derive(Default, Deserialize)]
-        pub(crate) struct $name {
-            pub(crate) model: Option<String>,
-            pub(super) max_tokens: Option<Whole>,
-            $(pub(super) $field: Option<$type>,)*
-            $(pub(super) $common: Option<$common_type>,)*
+        pub struct $name {
+            /// The model's id.
+            pub model: Option<String>,
+            pub(crate) max_tokens: Option<Whole>,
+            $(pub(crate) $field: Option<$type>,)*
+            $(pub(crate) $common: Option<$common_type>,)*
             $(#[serde(default)] $own_refused: Setting,)*
             $(#[serde(default)] $refused: Setting,)*
         }
 
         impl $name {
             /// Refuses unsupported parameters, and moves out the parameters that both endpoints have.
-            pub(super) fn take_common(&mut self) -> Result<Common, ApiError> {
+            pub(crate) fn take_common(&mut self) -> Result<Common, RequestError> {
                 $(check(stringify!($own_refused), &self.$own_refused, &[$(accepted($own_accepted))*])?;)*
                 $(check(stringify!($refused), &self.$refused, &[$(accepted($accepted))*])?;)*
                 Ok(Common { $($common: self.$common.take(),)* })
@@ -294,12 +295,12 @@ parameters! {
 
 impl SamplingParams {
     /// Removes the parameters that only concern the text of an answer, for an answer that has none.
-    pub(super) fn without_text(&mut self) {
+    pub(crate) fn without_text(&mut self) {
         (self.detokenize, self.skip_special_tokens, self.include_stop_str_in_output) = (None, None, None);
     }
 
     /// Returns the name of a parameter of the whole request, if this object has one.
-    pub(super) fn misplaced(&self) -> Option<&'static str> {
+    pub(crate) fn misplaced(&self) -> Option<&'static str> {
         let placed = [
             ("model", self.model.is_some()),
             ("stream", self.stream.is_some()),

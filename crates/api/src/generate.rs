@@ -8,7 +8,7 @@ use super::{
     schema::{NAMES_MODEL, SERVED},
     unsupported::{Setting, check},
 };
-use crate::error::{ApiError, Problem, at_most};
+use crate::error::{Problem, RequestError, at_most};
 use schemars::{JsonSchema, Schema};
 use serde::Deserialize;
 use serde_json::json;
@@ -18,11 +18,13 @@ use tandem_text::ServedModel;
 /// The maximum length of a client's request id, in characters.
 const ID_CHARS_MAX: usize = 256;
 
+/// A parsed request.
 #[derive(Deserialize, JsonSchema)]
 #[schemars(transform = add_rules)]
-pub(crate) struct GenerateRequest {
+pub struct GenerateRequest {
     #[schemars(extend("x-served" = "model"))]
-    pub(crate) model: Option<String>,
+    /// The model's id.
+    pub model: Option<String>,
     /// The answer has this id. Within the cluster, the request has an id of the frontend.
     #[schemars(length(max = ID_CHARS_MAX))]
     request_id: Option<String>,
@@ -57,11 +59,15 @@ fn add_rules(schema: &mut Schema) {
 }
 
 /// A checked request.
-pub(crate) struct Generate {
-    pub(crate) tokens: Vec<TokenId>,
-    pub(crate) options: Options,
-    pub(crate) max_tokens: Option<u32>,
-    pub(crate) request_id: Option<String>,
+pub struct Generate {
+    /// The prompt's tokens.
+    pub tokens: Vec<TokenId>,
+    /// The checked parameters.
+    pub options: Options,
+    /// The limit on generated tokens; `None`: the context.
+    pub max_tokens: Option<u32>,
+    /// The client's own id of the request.
+    pub request_id: Option<String>,
 }
 
 impl GenerateRequest {
@@ -69,7 +75,7 @@ impl GenerateRequest {
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
-    pub(crate) fn check(self, model: &ServedModel) -> Result<Generate, ApiError> {
+    pub fn check(self, model: &ServedModel) -> Result<Generate, RequestError> {
         let unsupported = [
             ("features", &self.features),
             ("content_parts", &self.content_parts),
@@ -79,20 +85,20 @@ impl GenerateRequest {
         for (name, found) in unsupported {
             check(name, found, &[])?;
         }
-        let tokens = self.token_ids.map(ids).ok_or_else(|| ApiError::invalid("token_ids", Problem::Missing))?;
+        let tokens = self.token_ids.map(ids).ok_or_else(|| RequestError::invalid("token_ids", Problem::Missing))?;
         if tokens.is_empty() {
-            return Err(ApiError::invalid("token_ids", Problem::Empty));
+            return Err(RequestError::invalid("token_ids", Problem::Empty));
         }
         let vocab_size = model.tokenizer.vocab_size();
         if tokens.iter().any(|token| *token as usize >= vocab_size) {
-            return Err(ApiError::invalid("token_ids", Problem::Vocabulary { vocab_size }));
+            return Err(RequestError::invalid("token_ids", Problem::Vocabulary { vocab_size }));
         }
         at_most("request_id", self.request_id.as_ref().map_or(0, |id| id.chars().count()), ID_CHARS_MAX, "characters")?;
-        let mut params = self.sampling_params.ok_or_else(|| ApiError::invalid("sampling_params", Problem::Missing))?;
+        let mut params = self.sampling_params.ok_or_else(|| RequestError::invalid("sampling_params", Problem::Missing))?;
         let within = |name: &str| format!("sampling_params.{name}");
         if let Some(name) = params.misplaced() {
             let rule = "is a field of the request, not of 'sampling_params'";
-            return Err(ApiError::invalid(within(name), Problem::Rule { rule }));
+            return Err(RequestError::invalid(within(name), Problem::Rule { rule }));
         }
         params.without_text();
         let (max_tokens, logprobs) = (params.max_tokens, params.logprobs);
@@ -110,7 +116,7 @@ impl GenerateRequest {
             options::check_prompt_logprobs(options.prompt_logprobs, stream)?;
             Ok((options, max_tokens))
         };
-        let (options, max_tokens) = checked().map_err(|error: ApiError| error.renamed(within))?;
+        let (options, max_tokens) = checked().map_err(|error: RequestError| error.renamed(within))?;
         let options = Options { stream, cache_salt, priority, ..options };
         Ok(Generate { tokens, options, max_tokens, request_id: self.request_id })
     }

@@ -8,52 +8,55 @@ use serde::{
 use std::marker::PhantomData;
 use tandem_kv::TokenId;
 
-pub(super) const PROMPTS_MAX: usize = 128;
+pub(crate) const PROMPTS_MAX: usize = 128;
 /// The maximum number of messages in a conversation. Their length is limited only by the maximum size of a body.
-pub(super) const MESSAGES_MAX: usize = 16_384;
+pub(crate) const MESSAGES_MAX: usize = 16_384;
 /// The maximum number of entries of `logit_bias`, as in OpenAI's API.
-pub(super) const LOGIT_BIASES_MAX: usize = 1024;
-pub(super) const STOP_TOKENS_MAX: usize = 256;
+pub(crate) const LOGIT_BIASES_MAX: usize = 1024;
+pub(crate) const STOP_TOKENS_MAX: usize = 256;
 /// The maximum number of stop strings. No client needs more, and searching the text for this many at every token is fast.
-pub(super) const STOPS_MAX: usize = 16;
+pub(crate) const STOPS_MAX: usize = 16;
 
 /// The maximum number of tokens in `allowed_token_ids`: more than the vocabulary of any model.
-pub(super) const ALLOWED_TOKENS_MAX: usize = 1 << 20;
-pub(super) const BAD_WORDS_MAX: usize = 128;
+pub(crate) const ALLOWED_TOKENS_MAX: usize = 1 << 20;
+pub(crate) const BAD_WORDS_MAX: usize = 128;
 /// The maximum number of tokens in `logprob_token_ids`, as many as there may be alternatives.
-pub(super) const LOGPROB_TOKENS_MAX: usize = 20;
+pub(crate) const LOGPROB_TOKENS_MAX: usize = 20;
 
 /// A list that keeps at most `MAX` + 1 elements and skips all others. The one element too many lets a later check refuse the list.
-pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
+pub struct Bounded<T, const MAX: usize>(pub Vec<T>);
 
 /// An object whose values are numbers. It keeps at most `MAX` + 1 entries, like [`Bounded`]. The entries keep their order, and several may
 /// have the same name.
 #[derive(Default)]
-pub(crate) struct BoundedMap<const MAX: usize>(pub(crate) Vec<(String, f64)>);
+pub struct BoundedMap<const MAX: usize>(pub Vec<(String, f64)>);
 
 /// The field `stop`, which is one string or a list of strings.
 #[derive(Default)]
-pub(crate) struct Stop(pub(crate) Vec<String>);
+pub struct Stop(pub Vec<String>);
 
 /// The field `prompt`, which is one prompt or a list of prompts.
 #[cfg_attr(test, derive(Debug, PartialEq))]
-pub(crate) struct Prompts(pub(crate) Vec<Input>);
+pub struct Prompts(pub Vec<Input>);
 
+/// A prompt.
 #[cfg_attr(test, derive(Debug, PartialEq))]
-pub(crate) enum Input {
+pub enum Input {
+    /// A text, which is not encoded yet.
     Text(String),
+    /// Token ids.
     Tokens(Vec<TokenId>),
 }
 
 /// An integer. A number such as `5.0` is accepted as an integer, because some clients write all numbers with a decimal point.
 #[derive(Clone, Copy)]
-pub(crate) struct Whole(pub(crate) i64);
+pub struct Whole(pub i64);
 
 /// A token's id, which may be written as `5.0` as well.
-pub(crate) struct Id(pub(crate) TokenId);
+pub struct Id(pub TokenId);
 
 /// Returns the ids of a list.
-pub(crate) fn ids(list: Vec<Id>) -> Vec<TokenId> {
+pub fn ids(list: Vec<Id>) -> Vec<TokenId> {
     list.into_iter().map(|Id(id)| id).collect()
 }
 
@@ -64,7 +67,7 @@ impl<T, const MAX: usize> Default for Bounded<T, MAX> {
 }
 
 /// The visitor that reads a `T`.
-pub(super) struct Reader<T>(pub(super) PhantomData<T>);
+pub(crate) struct Reader<T>(pub(crate) PhantomData<T>);
 
 /// Implements `Deserialize` for a type. Takes the methods of the type's visitor, and the expected types that its errors name.
 macro_rules! readable {
@@ -86,7 +89,7 @@ macro_rules! readable {
         }
     };
 }
-pub(super) use readable;
+pub(crate) use readable;
 
 readable! {
     [T: Deserialize<'de>, const MAX: usize] Bounded<T, MAX>, deserialize_seq, "a sequence",

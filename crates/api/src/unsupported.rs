@@ -2,7 +2,7 @@
 //! the parameter's value does not change the answer.
 
 use super::fields::{Reader, readable};
-use crate::error::{ApiError, Problem};
+use crate::error::{Problem, RequestError};
 use serde::{
     Deserialize,
     de::{self, IntoDeserializer, MapAccess, SeqAccess, Visitor, value},
@@ -10,7 +10,7 @@ use serde::{
 
 /// The value of an unsupported parameter, reduced to the information that decides whether the value is accepted.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) enum Setting {
+pub enum Setting {
     /// The parameter is absent or null, or is an empty string, list or object.
     #[default]
     Nothing,
@@ -29,17 +29,17 @@ const TEXT_BYTES_MAX: usize = 16;
 ///
 /// # Errors
 /// The value is neither empty, nor one of `accepted`, nor `false`. If `true` is accepted, `false` changes the answer and is an error.
-pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Result<(), ApiError> {
+pub fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Result<(), RequestError> {
     let off = *found == Setting::Bool(false) && !accepted.contains(&Setting::Bool(true));
     if off || *found == Setting::Nothing || accepted.contains(found) {
         return Ok(());
     }
     let problem = if param == "chat_template" { Problem::Template } else { Problem::Unsupported };
-    Err(ApiError::invalid(param, problem))
+    Err(RequestError::invalid(param, problem))
 }
 
 /// Converts an accepted value to a [`Setting`], as the value of a request would be converted.
-pub(crate) fn accepted<'de>(value: impl IntoDeserializer<'de, value::Error>) -> Setting {
+pub fn accepted<'de>(value: impl IntoDeserializer<'de, value::Error>) -> Setting {
     Setting::deserialize(value.into_deserializer()).expect("the tables have only numbers, texts and booleans")
 }
 

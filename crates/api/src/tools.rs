@@ -4,7 +4,7 @@ use super::{
     fields::{Bounded, Reader, readable},
     limits::NAME_CHARS_MAX,
 };
-use crate::error::{ApiError, Problem, at_most};
+use crate::error::{Problem, RequestError, at_most};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{
     Deserialize,
@@ -15,13 +15,13 @@ use std::{borrow::Cow, collections::HashSet};
 use tandem_text::{chat::Tool, chat::ToolChoice, chat::Tools};
 
 /// The maximum number of tools of a request. OpenAI's API allows 128.
-pub(super) const TOOLS_MAX: usize = 1024;
+pub(crate) const TOOLS_MAX: usize = 1024;
 
 /// The fields of a request that concern tools.
-pub(super) struct RawTools {
-    pub(super) tools: Option<Bounded<Value, TOOLS_MAX>>,
-    pub(super) choice: Option<RawChoice>,
-    pub(super) parallel: Option<bool>,
+pub(crate) struct RawTools {
+    pub(crate) tools: Option<Bounded<Value, TOOLS_MAX>>,
+    pub(crate) choice: Option<RawChoice>,
+    pub(crate) parallel: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -41,13 +41,13 @@ struct RawFunction {
 
 /// The field `tool_choice`.
 #[derive(Debug)]
-pub(super) enum RawChoice {
+pub(crate) enum RawChoice {
     Mode(String),
     Object(ChoiceObject),
 }
 
 #[derive(Debug, Deserialize)]
-pub(super) struct ChoiceObject {
+pub(crate) struct ChoiceObject {
     #[serde(rename = "type")]
     kind: Option<String>,
     function: Option<Named>,
@@ -115,7 +115,7 @@ impl RawTools {
     ///
     /// # Errors
     /// A tool is incomplete, or the choice names a tool that the request does not have.
-    pub(super) fn check(self) -> Result<Tools, ApiError> {
+    pub(crate) fn check(self) -> Result<Tools, RequestError> {
         let Bounded(given) = self.tools.unwrap_or_default();
         at_most("tools", given.len(), TOOLS_MAX, "tools")?;
         let mut names = HashSet::new();
@@ -124,7 +124,7 @@ impl RawTools {
             let tool = tool(definition, &format!("tools[{index}]"))?;
             if !names.insert(tool.name.clone()) {
                 let rule = "is the name of another tool, too; give each tool a name of its own";
-                return Err(ApiError::invalid(format!("tools[{index}].function.name"), Problem::Rule { rule }));
+                return Err(RequestError::invalid(format!("tools[{index}].function.name"), Problem::Rule { rule }));
             }
             list.push(tool);
         }
@@ -139,25 +139,25 @@ impl RawTools {
     }
 }
 
-fn tool(definition: Value, at: &str) -> Result<Tool, ApiError> {
-    let typed = |source: serde_json::Error| ApiError::Type { param: at.to_owned(), source };
-    let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+fn tool(definition: Value, at: &str) -> Result<Tool, RequestError> {
+    let typed = |source: serde_json::Error| RequestError::Type { param: at.to_owned(), source };
+    let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
     let RawTool { kind, function } = RawTool::deserialize(&definition).map_err(typed)?;
     if let Some(kind) = kind.filter(|kind| kind != "function") {
-        return Err(ApiError::invalid(format!("{at}.type"), Problem::ToolType { kind }));
+        return Err(RequestError::invalid(format!("{at}.type"), Problem::ToolType { kind }));
     }
     let function = function.ok_or_else(|| missing("function"))?;
     let name = function.name.ok_or_else(|| missing("function.name"))?;
     let param = format!("{at}.function.name");
     if name.is_empty() {
-        return Err(ApiError::invalid(param, Problem::Empty));
+        return Err(RequestError::invalid(param, Problem::Empty));
     }
     if name.chars().count() > NAME_CHARS_MAX {
-        return Err(ApiError::invalid(param, Problem::TooMany { max: NAME_CHARS_MAX, unit: "characters" }));
+        return Err(RequestError::invalid(param, Problem::TooMany { max: NAME_CHARS_MAX, unit: "characters" }));
     }
     if !(function.parameters.is_null() || function.parameters.is_object()) {
         let rule = "must be an object: the JSON schema of the arguments";
-        return Err(ApiError::invalid(format!("{at}.function.parameters"), Problem::Rule { rule }));
+        return Err(RequestError::invalid(format!("{at}.function.parameters"), Problem::Rule { rule }));
     }
     Ok(Tool { name, parameters: function.parameters, strict: function.strict.unwrap_or(false), definition })
 }
@@ -167,12 +167,12 @@ fn choice(
     given: Option<RawChoice>,
     has_tools: bool,
     names: &HashSet<String>,
-) -> Result<(ToolChoice, Option<HashSet<String>>), ApiError> {
+) -> Result<(ToolChoice, Option<HashSet<String>>), RequestError> {
     const CHOICE: &str = "tool_choice";
-    let missing = |field: &str| ApiError::invalid(format!("{CHOICE}.{field}"), Problem::Missing);
+    let missing = |field: &str| RequestError::invalid(format!("{CHOICE}.{field}"), Problem::Missing);
     let unknown = |field: &str| {
         let rule = "must be the name of one of 'tools'";
-        ApiError::invalid(format!("{CHOICE}.{field}"), Problem::Rule { rule })
+        RequestError::invalid(format!("{CHOICE}.{field}"), Problem::Rule { rule })
     };
     let (choice, allowed) = match given {
         None if has_tools => (ToolChoice::Auto, None),
@@ -200,33 +200,33 @@ fn choice(
                     allowed.insert(name);
                 }
                 if allowed.is_empty() {
-                    return Err(ApiError::invalid("tool_choice.allowed_tools.tools", Problem::Empty));
+                    return Err(RequestError::invalid("tool_choice.allowed_tools.tools", Problem::Empty));
                 }
                 (choice, Some(allowed))
             }
             Some(_) => {
                 let allowed = "'function', 'allowed_tools'";
-                return Err(ApiError::invalid("tool_choice.type", Problem::Choice { allowed }));
+                return Err(RequestError::invalid("tool_choice.type", Problem::Choice { allowed }));
             }
         },
     };
     match choice {
         ToolChoice::Auto if !has_tools => Ok((ToolChoice::None, None)),
         ToolChoice::Required | ToolChoice::Named(_) if !has_tools => {
-            Err(ApiError::invalid(CHOICE, Problem::Rule { rule: "requires a tool call, but the request has no 'tools'" }))
+            Err(RequestError::invalid(CHOICE, Problem::Rule { rule: "requires a tool call, but the request has no 'tools'" }))
         }
         choice => Ok((choice, allowed)),
     }
 }
 
-fn mode(mode: &str, param: &str, none: bool) -> Result<ToolChoice, ApiError> {
+fn mode(mode: &str, param: &str, none: bool) -> Result<ToolChoice, RequestError> {
     match mode {
         "none" if none => Ok(ToolChoice::None),
         "auto" => Ok(ToolChoice::Auto),
         "required" => Ok(ToolChoice::Required),
         _ => {
             let allowed = if none { "'none', 'auto', 'required'" } else { "'auto', 'required'" };
-            Err(ApiError::invalid(param, Problem::Choice { allowed }))
+            Err(RequestError::invalid(param, Problem::Choice { allowed }))
         }
     }
 }

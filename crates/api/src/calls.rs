@@ -4,7 +4,7 @@ use super::{
     constraint::{Stated, conflict},
     options::Options,
 };
-use crate::error::ApiError;
+use crate::error::RequestError;
 use serde_json::{Value, json};
 use tandem_grammar::{Constraint, Kind};
 use tandem_text::{chat::ToolCallParser, chat::ToolChoice, chat::Tools};
@@ -14,7 +14,7 @@ use tandem_text::{chat::ToolCallParser, chat::ToolChoice, chat::Tools};
 ///
 /// # Errors
 /// The text is constrained, and the model's format of tool calls cannot be part of the constraint.
-pub(super) fn constrain(options: &mut Options, tools: &Tools, parser: ToolCallParser) -> Result<(), ApiError> {
+pub(crate) fn constrain(options: &mut Options, tools: &Tools, parser: ToolCallParser) -> Result<(), RequestError> {
     if let Some(schema) = tools.required_schema() {
         // An answer with a required call has no other text, so a constraint on that text has no effect.
         options.constraint = None;

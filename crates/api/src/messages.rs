@@ -5,7 +5,7 @@ use super::{
     schema::{ObjectSchema, OneOf, described},
     unsupported::{self, Setting},
 };
-use crate::error::{ApiError, Problem, at_most};
+use crate::error::{Problem, RequestError, at_most};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{
     Deserialize,
@@ -20,7 +20,7 @@ const REFUSAL: &str = "refusal";
 
 /// A message as the client sent it.
 #[derive(Deserialize)]
-pub(super) struct RawMessage {
+pub(crate) struct RawMessage {
     role: Option<String>,
     #[serde(default)]
     content: Content,
@@ -52,7 +52,7 @@ struct RawFunction {
 
 /// The content of a message: one text or a list of parts.
 #[derive(Default)]
-pub(super) enum Content {
+pub(crate) enum Content {
     #[default]
     None,
     Text(String),
@@ -61,7 +61,7 @@ pub(super) enum Content {
 
 /// A content part. Fields of parts that are not texts are skipped.
 #[derive(Deserialize)]
-pub(super) struct Part {
+pub(crate) struct Part {
     #[serde(rename = "type")]
     kind: Option<String>,
     text: Option<String>,
@@ -135,20 +135,20 @@ described! {
 ///
 /// # Errors
 /// There is no message, or one of them is incomplete or has parts that are not text.
-pub(super) fn check(messages: Option<Bounded<RawMessage, MESSAGES_MAX>>) -> Result<Vec<Message>, ApiError> {
-    let Bounded(messages) = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
+pub(crate) fn check(messages: Option<Bounded<RawMessage, MESSAGES_MAX>>) -> Result<Vec<Message>, RequestError> {
+    let Bounded(messages) = messages.ok_or_else(|| RequestError::invalid("messages", Problem::Missing))?;
     if messages.is_empty() {
-        return Err(ApiError::invalid("messages", Problem::Empty));
+        return Err(RequestError::invalid("messages", Problem::Empty));
     }
     at_most("messages", messages.len(), MESSAGES_MAX, "messages")?;
     messages.into_iter().enumerate().map(|(index, message)| message.check(&format!("messages[{index}]"))).collect()
 }
 
 impl RawMessage {
-    fn check(self, at: &str) -> Result<Message, ApiError> {
+    fn check(self, at: &str) -> Result<Message, RequestError> {
         let param = |field: &str| format!("{at}.{field}");
         let role = match self.role.as_deref() {
-            None => return Err(ApiError::invalid(param("role"), Problem::Missing)),
+            None => return Err(RequestError::invalid(param("role"), Problem::Missing)),
             // `developer` is the newer name of `system`, and `tool` of `function`. Chat templates know only `system` and `tool`.
             Some("system" | "developer") => Role::System,
             Some("user") => Role::User,
@@ -156,13 +156,13 @@ impl RawMessage {
             Some("tool" | "function") => Role::Tool,
             Some(_) => {
                 let allowed = "'system', 'developer', 'user', 'assistant', 'tool'";
-                return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
+                return Err(RequestError::invalid(param("role"), Problem::Choice { allowed }));
             }
         };
         unsupported::check(&param("function_call"), &self.function_call, &[])?;
         let calls = self.tool_calls.unwrap_or_default();
         if !calls.is_empty() && role != Role::Assistant {
-            return Err(ApiError::invalid(
+            return Err(RequestError::invalid(
                 param("tool_calls"),
                 Problem::Rule { rule: "is only allowed in messages of the assistant" },
             ));
@@ -182,12 +182,12 @@ impl RawMessage {
 }
 
 impl RawCall {
-    fn check(self, at: &str) -> Result<ToolCall, ApiError> {
+    fn check(self, at: &str) -> Result<ToolCall, RequestError> {
         if self.kind.is_some_and(|kind| kind != "function") {
-            return Err(ApiError::invalid(format!("{at}.type"), Problem::Choice { allowed: "'function'" }));
+            return Err(RequestError::invalid(format!("{at}.type"), Problem::Choice { allowed: "'function'" }));
         }
-        let function = self.function.ok_or_else(|| ApiError::invalid(format!("{at}.function"), Problem::Missing))?;
-        let name = function.name.ok_or_else(|| ApiError::invalid(format!("{at}.function.name"), Problem::Missing))?;
+        let function = self.function.ok_or_else(|| RequestError::invalid(format!("{at}.function"), Problem::Missing))?;
+        let name = function.name.ok_or_else(|| RequestError::invalid(format!("{at}.function.name"), Problem::Missing))?;
         let arguments = match function.arguments {
             Value::String(text) => ToolCall::arguments(&text),
             Value::Object(object) => object,
@@ -202,7 +202,7 @@ impl Content {
     ///
     /// # Errors
     /// A part is incomplete, or its type is not accepted.
-    pub(super) fn text(self, at: &str, kinds: &[&str]) -> Result<Option<String>, ApiError> {
+    pub(crate) fn text(self, at: &str, kinds: &[&str]) -> Result<Option<String>, RequestError> {
         let parts = match self {
             Self::None => return Ok(None),
             Self::Text(text) => return Ok(Some(text)),
@@ -210,9 +210,9 @@ impl Content {
         };
         let part = |(index, part): (usize, Part)| {
             let at = format!("{at}[{index}]");
-            let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+            let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
             match part.kind.as_deref() {
-                Some(kind) if !kinds.contains(&kind) => Err(ApiError::invalid(&*at, Problem::Part { kind: kind.to_owned() })),
+                Some(kind) if !kinds.contains(&kind) => Err(RequestError::invalid(&*at, Problem::Part { kind: kind.to_owned() })),
                 Some(REFUSAL) => part.refusal.ok_or_else(|| missing(REFUSAL)),
                 Some(_) => part.text.ok_or_else(|| missing("text")),
                 None => Err(missing("type")),

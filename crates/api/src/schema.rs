@@ -10,45 +10,45 @@ use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 
 /// The member of a schema that says which values of the served models complete it. [`OfModels`] replaces the member.
-pub(super) const SERVED: &str = "x-served";
+pub(crate) const SERVED: &str = "x-served";
 /// The value of [`SERVED`] in the schema of a request that need not name the model if there is only one.
-pub(super) const NAMES_MODEL: &str = "names model";
+pub(crate) const NAMES_MODEL: &str = "names model";
 
 /// A limit on a field's values.
-pub(crate) trait Limit {
+pub trait Limit {
     /// Adds the limit to the schema of a field's type.
     fn apply(&self, schema: &mut Schema);
 }
 
 /// At most this many characters, and at least one.
-pub(crate) struct Chars(pub(crate) usize);
+pub struct Chars(pub usize);
 /// A whole number of at least this value.
-pub(crate) struct AtLeast(pub(crate) i64);
+pub struct AtLeast(pub i64);
 /// A number of tokens of at least this value, which fits into the context.
-pub(crate) struct TokenCount(pub(crate) i64);
+pub struct TokenCount(pub i64);
 /// A list with at least one element.
-pub(crate) struct NotEmpty;
+pub struct NotEmpty;
 /// A limit on each element of a list.
-pub(crate) struct Each<L>(pub(crate) L);
+pub struct Each<L>(pub L);
 /// The id of a token.
-pub(crate) struct TokenIds;
+pub struct TokenIds;
 /// The id of a served model.
-pub(crate) struct ModelId;
-pub(crate) struct OneOf(pub(crate) &'static [&'static str]);
+pub struct ModelId;
+pub struct OneOf(pub &'static [&'static str]);
 /// Both limits.
-pub(crate) struct Both<A, B>(pub(crate) A, pub(crate) B);
+pub struct Both<A, B>(pub A, pub B);
 /// A limit on the numbers of an object.
-pub(crate) struct Entries<L>(pub(crate) L);
+pub struct Entries<L>(pub L);
 /// A number of tokens, or -1.
-pub(crate) struct Truncated;
+pub struct Truncated;
 /// A value whose JSON schema the function returns.
-pub(crate) struct Form(pub(crate) fn() -> Value);
+pub struct Form(pub fn() -> Value);
 /// A list of tools.
-pub(crate) struct Tools;
+pub struct Tools;
 /// An effort of reasoning that the served models know.
-pub(crate) struct Efforts;
+pub struct Efforts;
 /// Variables of a chat template.
-pub(crate) struct Variables;
+pub struct Variables;
 
 fn insert(schema: &mut Schema, name: &str, value: impl Into<Value>) {
     schema.insert(name.to_owned(), value.into());
@@ -176,12 +176,15 @@ impl Limit for Variables {
 
 /// Completes schemas with the values of the served models.
 #[derive(Clone)]
-pub(crate) struct OfModels {
-    pub(crate) ids: Vec<String>,
-    pub(crate) vocab_size: usize,
-    pub(crate) context_length: u32,
+pub struct OfModels {
+    /// The ids of the models.
+    pub ids: Vec<String>,
+    /// The number of token ids.
+    pub vocab_size: usize,
+    /// The longest context in tokens.
+    pub context_length: u32,
     /// The efforts of reasoning that all models know.
-    pub(crate) efforts: &'static [&'static str],
+    pub efforts: &'static [&'static str],
 }
 
 impl Transform for OfModels {
@@ -233,7 +236,7 @@ fn below(limit: usize) -> String {
 
 /// The schema of an object, whose fields are added one by one.
 #[derive(Default)]
-pub(crate) struct ObjectSchema {
+pub struct ObjectSchema {
     properties: Map<String, Value>,
     required: Vec<&'static str>,
     rules: Vec<Value>,
@@ -241,7 +244,7 @@ pub(crate) struct ObjectSchema {
 
 impl ObjectSchema {
     /// Adds a field that may be absent or null.
-    pub(crate) fn optional<T: JsonSchema>(&mut self, generator: &mut SchemaGenerator, name: &'static str, limits: &[&dyn Limit]) {
+    pub fn optional<T: JsonSchema>(&mut self, generator: &mut SchemaGenerator, name: &'static str, limits: &[&dyn Limit]) {
         let schema = limited::<T>(generator, limits);
         let nullable = match schema.get("type") {
             Some(Value::String(kind)) if schema.get("enum").is_none() => {
@@ -255,13 +258,13 @@ impl ObjectSchema {
         self.properties.insert(name.to_owned(), nullable.into());
     }
 
-    pub(crate) fn required<T: JsonSchema>(&mut self, generator: &mut SchemaGenerator, name: &'static str, limits: &[&dyn Limit]) {
+    pub fn required<T: JsonSchema>(&mut self, generator: &mut SchemaGenerator, name: &'static str, limits: &[&dyn Limit]) {
         self.properties.insert(name.to_owned(), limited::<T>(generator, limits).into());
         self.required.push(name);
     }
 
     /// Adds an unsupported field, which is accepted if its value has no effect.
-    pub(crate) fn unsupported(&mut self, generator: &mut SchemaGenerator, name: &'static str, accepted: &[Setting]) {
+    pub fn unsupported(&mut self, generator: &mut SchemaGenerator, name: &'static str, accepted: &[Setting]) {
         let schema = match accepted {
             [] => generator.subschema_for::<Setting>(),
             [Setting::Bool(true)] => without_effect(json!({ "const": true })),
@@ -278,16 +281,16 @@ impl ObjectSchema {
     }
 
     /// Adds a field that must be absent or null.
-    pub(crate) fn forbid(&mut self, name: &'static str) {
+    pub fn forbid(&mut self, name: &'static str) {
         self.properties.insert(name.to_owned(), json!({ "type": "null" }));
     }
 
     /// Adds a rule: the object must satisfy one of the schemas, or both. Generators of requests understand this form better than `if`.
-    pub(crate) fn either(&mut self, one: Value, other: Value) {
+    pub fn either(&mut self, one: Value, other: Value) {
         self.rules.push(json!({ "anyOf": [one, other] }));
     }
 
-    pub(crate) fn finish(self) -> Schema {
+    pub fn finish(self) -> Schema {
         let Self { properties, required, rules } = self;
         let mut schema = json_schema!({ "type": "object", "properties": properties, "required": required });
         if !rules.is_empty() {
@@ -336,7 +339,7 @@ macro_rules! described {
         }
     };
 }
-pub(super) use described;
+pub(crate) use described;
 
 described! { [] Whole, _generator => json_schema!({ "type": "integer", "minimum": i64::MIN, "maximum": i64::MAX }) }
 

@@ -7,7 +7,7 @@ use super::{
     responses_fields::{INCLUDE_MAX, Input, Item},
     tools::RawTools,
 };
-use crate::error::{ApiError, Problem, at_most};
+use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
@@ -32,14 +32,15 @@ const INCLUDABLE: [&str; 8] = [
 ];
 
 /// A checked request.
-pub(crate) struct Responses {
-    pub(crate) chat: Chat,
+pub struct Responses {
+    /// The chat that the request is converted to.
+    pub chat: Chat,
     /// The fields of the answer's object that repeat the request.
-    pub(crate) repeated: Map<String, Value>,
+    pub repeated: Map<String, Value>,
 }
 
 /// Returns the name that a field of a chat has in this API.
-pub(crate) fn name(chat: &str) -> String {
+pub fn name(chat: &str) -> String {
     match chat {
         "messages" => "input".to_owned(),
         "max_tokens" | "max_completion_tokens" => "max_output_tokens".to_owned(),
@@ -54,7 +55,7 @@ impl ResponsesRequest {
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
-    pub(crate) fn check(mut self, model: &ServedModel) -> Result<Responses, ApiError> {
+    pub fn check(mut self, model: &ServedModel) -> Result<Responses, RequestError> {
         let messages = messages(self.instructions.as_deref(), self.input.take())?;
         self.check_fixed()?;
         let wants_logprobs = self.wants_logprobs()?;
@@ -80,8 +81,8 @@ impl ResponsesRequest {
     }
 
     /// Checks the parameters for which this server has one value.
-    fn check_fixed(&self) -> Result<(), ApiError> {
-        let rule = |param: &str, rule| Err(ApiError::invalid(param, Problem::Rule { rule }));
+    fn check_fixed(&self) -> Result<(), RequestError> {
+        let rule = |param: &str, rule| Err(RequestError::invalid(param, Problem::Rule { rule }));
         if self.max_tokens.is_some() {
             return rule("max_tokens", "is named 'max_output_tokens' here");
         }
@@ -97,28 +98,28 @@ impl ResponsesRequest {
         }
         let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
         if verbosity.is_some_and(|verbosity| verbosity != "medium") {
-            return Err(ApiError::invalid("text.verbosity", Problem::Unsupported));
+            return Err(RequestError::invalid("text.verbosity", Problem::Unsupported));
         }
         Ok(())
     }
 
-    fn wants_logprobs(&self) -> Result<bool, ApiError> {
+    fn wants_logprobs(&self) -> Result<bool, RequestError> {
         let Bounded(include) = self.include.as_ref().unwrap_or(const { &Bounded(Vec::new()) });
         at_most("include", include.len(), INCLUDE_MAX, "entries")?;
         if let Some(at) = include.iter().position(|value| !INCLUDABLE.contains(&value.as_str())) {
             let allowed = "the values that OpenAI's API documents, such as 'message.output_text.logprobs'";
-            return Err(ApiError::invalid(format!("include[{at}]"), Problem::Choice { allowed }));
+            return Err(RequestError::invalid(format!("include[{at}]"), Problem::Choice { allowed }));
         }
         let wanted = include.iter().any(|value| value == LOGPROBS);
         if !wanted && self.top_logprobs.is_some_and(|Whole(top)| top != 0) {
             let rule = "has no effect unless 'include' has 'message.output_text.logprobs'; add it";
-            return Err(ApiError::invalid("top_logprobs", Problem::Rule { rule }));
+            return Err(RequestError::invalid("top_logprobs", Problem::Rule { rule }));
         }
         Ok(wanted)
     }
 
     /// Returns the fields of the answer's object that repeat the request.
-    fn repeated(&self) -> Result<Map<String, Value>, ApiError> {
+    fn repeated(&self) -> Result<Map<String, Value>, RequestError> {
         let metadata = self.metadata.clone().unwrap_or_default();
         at_most("metadata", metadata.len(), METADATA_MAX, "entries")?;
         for (key, value) in &metadata {
@@ -189,7 +190,7 @@ fn chat_format(mut format: Value) -> Value {
     json!({ "type": "json_schema", "json_schema": format })
 }
 
-fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, ApiError> {
+fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, RequestError> {
     let function = |tool: &Value| json!({ "type": tool["type"], "function": { "name": tool["name"] } });
     let choice = match choice["type"].as_str() {
         Some("function") => function(&choice),
@@ -199,15 +200,15 @@ fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, ApiError> {
         }
         _ => choice,
     };
-    Deserialize::deserialize(choice).map_err(|source| ApiError::Type { param: "tool_choice".to_owned(), source })
+    Deserialize::deserialize(choice).map_err(|source| RequestError::Type { param: "tool_choice".to_owned(), source })
 }
 
 /// Converts the instructions and the input to messages.
-fn messages(instructions: Option<&str>, input: Option<Input>) -> Result<Vec<Message>, ApiError> {
+fn messages(instructions: Option<&str>, input: Option<Input>) -> Result<Vec<Message>, RequestError> {
     let mut messages: Vec<Message> = instructions.map(|text| Message::new(Role::System, text)).into_iter().collect();
-    match input.ok_or_else(|| ApiError::invalid("input", Problem::Missing))? {
+    match input.ok_or_else(|| RequestError::invalid("input", Problem::Missing))? {
         Input::Text(text) => messages.push(Message::new(Role::User, text)),
-        Input::Items(Bounded(items)) if items.is_empty() => return Err(ApiError::invalid("input", Problem::Empty)),
+        Input::Items(Bounded(items)) if items.is_empty() => return Err(RequestError::invalid("input", Problem::Empty)),
         Input::Items(Bounded(items)) => {
             at_most("input", items.len(), MESSAGES_MAX, "items")?;
             for (index, item) in items.into_iter().enumerate() {
@@ -222,9 +223,9 @@ fn messages(instructions: Option<&str>, input: Option<Input>) -> Result<Vec<Mess
 
 impl Item {
     /// Adds the item to the messages. Consecutive items of the assistant are one message: its reasoning, its text and its calls.
-    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), ApiError> {
+    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), RequestError> {
         let param = |field: &str| format!("{at}.{field}");
-        let missing = |field: &str| ApiError::invalid(param(field), Problem::Missing);
+        let missing = |field: &str| RequestError::invalid(param(field), Problem::Missing);
         match self.kind.as_deref() {
             None | Some("message") => {
                 let role = match self.role.as_deref() {
@@ -234,7 +235,7 @@ impl Item {
                     Some("assistant") => Role::Assistant,
                     Some(_) => {
                         let allowed = "'system', 'developer', 'user', 'assistant'";
-                        return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
+                        return Err(RequestError::invalid(param("role"), Problem::Choice { allowed }));
                     }
                 };
                 let kinds: &[&str] = match role {
@@ -257,7 +258,7 @@ impl Item {
                 let text = text.unwrap_or_default();
                 if text.is_empty() && self.encrypted_content.is_some() {
                     let rule = "cannot be read by this server; leave the item out, or send the reasoning in 'content'";
-                    return Err(ApiError::invalid(param("encrypted_content"), Problem::Rule { rule }));
+                    return Err(RequestError::invalid(param("encrypted_content"), Problem::Rule { rule }));
                 }
                 if !text.is_empty() {
                     assistant(messages, |message| message.content.is_none() && message.tool_calls.is_empty())
@@ -278,11 +279,11 @@ impl Item {
             }
             Some("item_reference") => {
                 let rule = "refers to a stored item, but this server stores none; send the item itself";
-                return Err(ApiError::invalid(at, Problem::Rule { rule }));
+                return Err(RequestError::invalid(at, Problem::Rule { rule }));
             }
             Some(_) => {
                 let allowed = "'message', 'reasoning', 'function_call', 'function_call_output'";
-                return Err(ApiError::invalid(param("type"), Problem::Choice { allowed }));
+                return Err(RequestError::invalid(param("type"), Problem::Choice { allowed }));
             }
         }
         Ok(())

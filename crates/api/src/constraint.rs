@@ -1,43 +1,43 @@
 //! The parameters that constrain the text of an answer: those of OpenAI, vLLM and SGLang.
 
-use crate::error::{ApiError, Problem};
+use crate::error::{Problem, RequestError};
 use serde_json::{Map, Value, json};
 use tandem_grammar::{CONSTRAINT_BYTES_MAX, Constraint, Kind};
 use tandem_proto::v1::{self, constraint::Choices};
 
 /// The values of the parameters, as parsed.
 #[derive(Default)]
-pub(super) struct Given {
-    pub(super) response_format: Option<Value>,
-    pub(super) structured_outputs: Option<Value>,
-    pub(super) guided_json: Option<Value>,
-    pub(super) guided_regex: Option<Value>,
-    pub(super) guided_choice: Option<Value>,
-    pub(super) guided_grammar: Option<Value>,
-    pub(super) structural_tag: Option<Value>,
-    pub(super) json_schema: Option<Value>,
-    pub(super) regex: Option<Value>,
-    pub(super) ebnf: Option<Value>,
-    pub(super) grammar: Option<Value>,
+pub(crate) struct Given {
+    pub(crate) response_format: Option<Value>,
+    pub(crate) structured_outputs: Option<Value>,
+    pub(crate) guided_json: Option<Value>,
+    pub(crate) guided_regex: Option<Value>,
+    pub(crate) guided_choice: Option<Value>,
+    pub(crate) guided_grammar: Option<Value>,
+    pub(crate) structural_tag: Option<Value>,
+    pub(crate) json_schema: Option<Value>,
+    pub(crate) regex: Option<Value>,
+    pub(crate) ebnf: Option<Value>,
+    pub(crate) grammar: Option<Value>,
 }
 
 /// Returns the JSON schema of a text.
-pub(super) fn text_form() -> Value {
+pub(crate) fn text_form() -> Value {
     json!({ "type": "string", "minLength": 1 })
 }
 
 /// Returns the JSON schema of a list of texts.
-pub(super) fn choices_form() -> Value {
+pub(crate) fn choices_form() -> Value {
     json!({ "type": "array", "minItems": 1, "items": { "type": "string" } })
 }
 
 /// Returns the JSON schema of a schema or a structural tag.
-pub(super) fn schema_or_text_form() -> Value {
+pub(crate) fn schema_or_text_form() -> Value {
     json!({ "type": ["object", "string"] })
 }
 
 /// Returns the JSON schema of `response_format`.
-pub(super) fn response_format_form() -> Value {
+pub(crate) fn response_format_form() -> Value {
     let of_type = |name: &str| json!({ "type": "object", "properties": { "type": { "const": name } }, "required": ["type"] });
     let with = |name: &str, field: &str, schema: Value, is_required: bool| {
         let mut form = of_type(name);
@@ -61,7 +61,7 @@ pub(super) fn response_format_form() -> Value {
 }
 
 /// Returns the JSON schema of `structured_outputs`.
-pub(super) fn structured_outputs_form() -> Value {
+pub(crate) fn structured_outputs_form() -> Value {
     let one = |name: &str, form: Value| json!({ "type": "object", "properties": { name: form }, "required": [name], "additionalProperties": { "type": "null" } });
     json!({ "anyOf": [
         one("json", schema_or_text_form()),
@@ -75,9 +75,11 @@ pub(super) fn structured_outputs_form() -> Value {
 
 /// A constraint, and the parameter that states it, which errors name.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Stated {
-    pub(crate) param: String,
-    pub(crate) constraint: Constraint,
+pub struct Stated {
+    /// The field that states it.
+    pub param: String,
+    /// The constraint.
+    pub constraint: Constraint,
 }
 
 impl Stated {
@@ -85,13 +87,13 @@ impl Stated {
     ///
     /// # Errors
     /// The constraint cannot be enforced. The error says why.
-    pub(crate) fn check(&self) -> Result<(), ApiError> {
+    pub fn check(&self) -> Result<(), RequestError> {
         tandem_grammar::check(&self.constraint)
-            .map_err(|error| ApiError::invalid(&*self.param, Problem::Constraint { problem: error.to_string() }))
+            .map_err(|error| RequestError::invalid(&*self.param, Problem::Constraint { problem: error.to_string() }))
     }
 
     /// Returns the message for workers.
-    pub(crate) fn message(&self) -> v1::Constraint {
+    pub fn message(&self) -> v1::Constraint {
         let Constraint { kind, begins_after } = self.constraint.clone();
         let mut message = v1::Constraint { begins_after: begins_after.unwrap_or_default(), ..Default::default() };
         message.kind = Some(match kind {
@@ -114,7 +116,7 @@ impl Given {
     ///
     /// # Errors
     /// Two parameters state a constraint, or a value is not valid.
-    pub(super) fn check(self) -> Result<Option<Stated>, ApiError> {
+    pub(crate) fn check(self) -> Result<Option<Stated>, RequestError> {
         let stated = [
             self.response_format.map(|value| response_format(&value)),
             self.structured_outputs.map(|value| structured_outputs(&value)),
@@ -140,18 +142,18 @@ impl Given {
     }
 }
 
-type Checked = Result<Option<Stated>, ApiError>;
+type Checked = Result<Option<Stated>, RequestError>;
 
-pub(super) fn conflict(param: &str, other: &str) -> ApiError {
-    ApiError::invalid(param, Problem::Conflict { other: other.to_owned() })
+pub(crate) fn conflict(param: &str, other: &str) -> RequestError {
+    RequestError::invalid(param, Problem::Conflict { other: other.to_owned() })
 }
 
 fn stated(param: impl Into<String>, kind: Kind) -> Checked {
     Ok(Some(Stated { param: param.into(), constraint: kind.into() }))
 }
 
-fn expected(param: impl Into<String>, rule: &'static str) -> ApiError {
-    ApiError::invalid(param, Problem::Rule { rule })
+fn expected(param: impl Into<String>, rule: &'static str) -> RequestError {
+    RequestError::invalid(param, Problem::Rule { rule })
 }
 
 fn response_format(value: &Value) -> Checked {
@@ -172,7 +174,7 @@ fn response_format(value: &Value) -> Checked {
             let named = object.get("json_schema").and_then(Value::as_object);
             let named = named.ok_or_else(|| expected(&*param, "must be an object with 'name' and 'schema'"))?;
             if named.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
-                return Err(ApiError::invalid(format!("{param}.name"), Problem::Missing));
+                return Err(RequestError::invalid(format!("{param}.name"), Problem::Missing));
             }
             let lenient = match named.get("strict") {
                 None | Some(Value::Null | Value::Bool(true)) => false,
@@ -181,10 +183,10 @@ fn response_format(value: &Value) -> Checked {
             };
             let param = format!("{param}.schema");
             let given = named.get("schema").filter(|schema| !schema.is_null());
-            schema(&param, given.ok_or_else(|| ApiError::invalid(&*param, Problem::Missing))?, lenient)
+            schema(&param, given.ok_or_else(|| RequestError::invalid(&*param, Problem::Missing))?, lenient)
         }
         Some("structural_tag") => structural_tag(PARAM, value),
-        _ => Err(ApiError::invalid(
+        _ => Err(RequestError::invalid(
             format!("{PARAM}.type"),
             Problem::Choice { allowed: "'text', 'json_object', 'json_schema', 'structural_tag'" },
         )),
@@ -208,7 +210,7 @@ fn structured_outputs(value: &Value) -> Checked {
             "json_object" if *value == Value::Bool(true) => stated(&*param, Kind::JsonObject)?,
             "json_object" if *value == Value::Bool(false) => None,
             option if OPTIONS.contains(&option) && *value == Value::Bool(false) => None,
-            _ => return Err(ApiError::invalid(param, Problem::Unsupported)),
+            _ => return Err(RequestError::invalid(param, Problem::Unsupported)),
         };
         match (&one, stated) {
             (Some(first), Some(second)) => return Err(conflict(&second.param, &first.param)),
@@ -234,7 +236,7 @@ fn schema(param: &str, value: &Value, lenient: bool) -> Checked {
 
 fn text(param: &str, value: &Value, kind: fn(String) -> Kind) -> Checked {
     match value.as_str() {
-        Some("") => Err(ApiError::invalid(param, Problem::Empty)),
+        Some("") => Err(RequestError::invalid(param, Problem::Empty)),
         Some(text) => {
             bounded(param, text.len())?;
             stated(param, kind(text.to_owned()))
@@ -251,7 +253,7 @@ fn choice(param: &str, value: &Value) -> Checked {
             bounded(param, texts.iter().map(String::len).sum())?;
             stated(param, Kind::Choice(texts))
         }
-        Some(_) => Err(ApiError::invalid(param, Problem::Empty)),
+        Some(_) => Err(RequestError::invalid(param, Problem::Empty)),
         None => Err(expected(param, "must be a list of texts")),
     }
 }
@@ -273,7 +275,7 @@ fn tag_of(object: &Map<String, Value>) -> Value {
     object.into()
 }
 
-fn bounded(param: &str, bytes: usize) -> Result<(), ApiError> {
+fn bounded(param: &str, bytes: usize) -> Result<(), RequestError> {
     crate::error::at_most(param, bytes, CONSTRAINT_BYTES_MAX, "bytes")
 }
 

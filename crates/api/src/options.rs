@@ -9,41 +9,55 @@ use super::{
     },
     parameters::{Common, StreamOptions},
 };
-use crate::{
-    error::{ApiError, Problem, at_most},
-    stream::TextOptions,
-};
+use crate::error::{Problem, RequestError, at_most};
 use std::collections::HashMap;
 use tandem_kv::TokenId;
 use tandem_proto::v1::{BadWord, Sampling, TokenSequence};
 use tandem_text::{EncodeError, ServedModel, Special};
 
+/// How tokens become text.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TextOptions {
+    /// Whether the text includes the stop string or stop token that ends it.
+    pub stop_included: bool,
+    /// Whether special tokens have text.
+    pub special_tokens: bool,
+    /// Whether the answer has no text. Stop strings are found nevertheless.
+    pub absent: bool,
+}
+
 /// The checked parameters.
-pub(crate) struct Options {
-    pub(crate) samples: u32,
+pub struct Options {
+    /// The number of answers to each prompt.
+    pub samples: u32,
     /// The parameters of sampling. Each endpoint sets `max_tokens` and `logprobs` itself.
-    pub(crate) sampling: Sampling,
-    pub(crate) stop: Vec<String>,
-    pub(crate) cache_salt: String,
-    pub(crate) stream: Option<StreamUsage>,
-    pub(crate) text: TextOptions,
+    pub sampling: Sampling,
+    /// Strings that end an answer.
+    pub stop: Vec<String>,
+    /// Isolates the cache: only requests with the same salt share KV.
+    pub cache_salt: String,
+    /// Set if the answer is streamed.
+    pub stream: Option<StreamUsage>,
+    /// How tokens become text.
+    pub text: TextOptions,
     /// Whether answers have the ids of the prompt's and the generated tokens (`return_token_ids`).
-    pub(crate) token_ids: bool,
+    pub token_ids: bool,
     /// Whether logprobs name tokens by their ids (`return_tokens_as_token_ids`).
-    pub(crate) tokens_as_ids: bool,
+    pub tokens_as_ids: bool,
     /// The number of alternatives that are reported for each token of the prompt (`prompt_logprobs`); `None`: the prompt's logprobs are not
     /// reported.
-    pub(crate) prompt_logprobs: Option<u32>,
-    pub(crate) truncation: Option<Truncation>,
+    pub prompt_logprobs: Option<u32>,
+    /// How a prompt that is too long is shortened.
+    pub truncation: Option<Truncation>,
     /// The priority that the client asks for in the body; `None`: it asks for none there.
-    pub(crate) priority: Option<i32>,
+    pub priority: Option<i32>,
     /// The constraint on the text, which `sampling` has as well.
-    pub(crate) constraint: Option<Stated>,
+    pub constraint: Option<Stated>,
 }
 
 impl Options {
     /// Whether nothing but its limit on tokens can end a sample.
-    pub(crate) fn ends_at_limit(&self) -> bool {
+    pub fn ends_at_limit(&self) -> bool {
         self.sampling.stop_token_ids.is_empty() && self.stop.is_empty() && self.constraint.is_none()
     }
 
@@ -51,7 +65,7 @@ impl Options {
     ///
     /// # Errors
     /// There is another constraint.
-    pub(crate) fn constrain(&mut self, stated: Stated) -> Result<(), ApiError> {
+    pub fn constrain(&mut self, stated: Stated) -> Result<(), RequestError> {
         if let Some(other) = &self.constraint {
             return Err(constraint::conflict(&stated.param, &other.param));
         }
@@ -61,7 +75,7 @@ impl Options {
     }
 
     /// Leaves the text free up to and including the marker, such as the end of the reasoning. Has no effect without a constraint.
-    pub(crate) fn begin_constraint_after(&mut self, marker: &str) {
+    pub fn begin_constraint_after(&mut self, marker: &str) {
         if let Some(stated) = &mut self.constraint {
             stated.constraint.begins_after = Some(marker.to_owned());
             self.sampling.constraint = Some(stated.message());
@@ -71,7 +85,7 @@ impl Options {
 
 /// How a prompt that is too long is shortened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Truncation {
+pub struct Truncation {
     /// The number of tokens that remain; `None`: as many as fit into the context.
     tokens: Option<usize>,
     /// Whether the first tokens remain instead of the last ones.
@@ -80,7 +94,7 @@ pub(crate) struct Truncation {
 
 impl Truncation {
     /// Shortens a prompt. `fitting` tokens fit into the context. Returns whether tokens were removed.
-    pub(crate) fn apply(self, prompt: &mut Vec<TokenId>, fitting: usize) -> bool {
+    pub fn apply(self, prompt: &mut Vec<TokenId>, fitting: usize) -> bool {
         let surplus = prompt.len().saturating_sub(self.tokens.unwrap_or(fitting));
         if self.keeps_first {
             prompt.truncate(prompt.len() - surplus);
@@ -93,24 +107,24 @@ impl Truncation {
 
 /// Which chunks of a streamed answer have usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct StreamUsage {
+pub struct StreamUsage {
     /// Whether a last chunk without choices is sent, with the usage.
-    pub(crate) at_end: bool,
+    pub at_end: bool,
     /// Whether every chunk has the usage so far.
-    pub(crate) in_every_chunk: bool,
+    pub in_every_chunk: bool,
 }
 
 /// Checks that a number of tokens is at least `low`.
 ///
 /// # Errors
 /// The number is less than `low`.
-pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiError> {
+pub(crate) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, RequestError> {
     let allowed = if low == 0 { "a whole number from 0 on" } else { "a whole number from 1 on" };
     match u32::try_from(found) {
         Ok(count) if count >= low => Ok(count),
         // This number exceeds every model's context, so a later check against the context refuses it.
         Err(_) if found > 0 => Ok(u32::MAX),
-        _ => Err(ApiError::invalid(param, Problem::Range { allowed, found: found as f64 })),
+        _ => Err(RequestError::invalid(param, Problem::Range { allowed, found: found as f64 })),
     }
 }
 
@@ -118,7 +132,7 @@ pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiE
 ///
 /// # Errors
 /// The number is out of range.
-pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
+pub(crate) fn alternatives(param: &str, found: i64) -> Result<u32, RequestError> {
     ALTERNATIVES.check(param, found as f64)?;
     Ok(found as u32)
 }
@@ -127,9 +141,9 @@ pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
 ///
 /// # Errors
 /// The request has the tokens alone.
-pub(super) fn check_logprob_tokens(options: &Options) -> Result<(), ApiError> {
+pub(crate) fn check_logprob_tokens(options: &Options) -> Result<(), RequestError> {
     if options.sampling.logprobs.is_none() && !options.sampling.logprob_token_ids.is_empty() {
-        return Err(ApiError::invalid("logprob_token_ids", Problem::Rule { rule: "is only allowed with 'logprobs'" }));
+        return Err(RequestError::invalid("logprob_token_ids", Problem::Rule { rule: "is only allowed with 'logprobs'" }));
     }
     Ok(())
 }
@@ -138,9 +152,9 @@ pub(super) fn check_logprob_tokens(options: &Options) -> Result<(), ApiError> {
 ///
 /// # Errors
 /// They are requested for a streamed answer.
-pub(super) fn check_prompt_logprobs(prompt_logprobs: Option<u32>, stream: Option<StreamUsage>) -> Result<(), ApiError> {
+pub(crate) fn check_prompt_logprobs(prompt_logprobs: Option<u32>, stream: Option<StreamUsage>) -> Result<(), RequestError> {
     if stream.is_some() && prompt_logprobs.is_some() {
-        return Err(ApiError::invalid("prompt_logprobs", Problem::Rule { rule: "is only allowed when 'stream' is false" }));
+        return Err(RequestError::invalid("prompt_logprobs", Problem::Rule { rule: "is only allowed when 'stream' is false" }));
     }
     Ok(())
 }
@@ -149,9 +163,9 @@ pub(super) fn check_prompt_logprobs(prompt_logprobs: Option<u32>, stream: Option
 ///
 /// # Errors
 /// `min_tokens` is greater than the limit.
-pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Result<(), ApiError> {
+pub(crate) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Result<(), RequestError> {
     if max_tokens.is_some_and(|max_tokens| options.sampling.min_tokens > max_tokens) {
-        return Err(ApiError::invalid("min_tokens", Problem::Rule { rule: "must not be above 'max_tokens'" }));
+        return Err(RequestError::invalid("min_tokens", Problem::Rule { rule: "must not be above 'max_tokens'" }));
     }
     Ok(())
 }
@@ -161,7 +175,7 @@ impl Options {
     ///
     /// # Errors
     /// A parameter requests more.
-    pub(super) fn check_one_text(&self) -> Result<(), ApiError> {
+    pub(crate) fn check_one_text(&self) -> Result<(), RequestError> {
         const RULE: &str = "has no place in an answer of this path; use /v1/chat/completions";
         let requested = [
             ("n", self.samples != 1),
@@ -170,7 +184,7 @@ impl Options {
             ("return_tokens_as_token_ids", self.tokens_as_ids),
         ];
         match requested.into_iter().find(|(_, requested)| *requested) {
-            Some((param, _)) => Err(ApiError::invalid(param, Problem::Rule { rule: RULE })),
+            Some((param, _)) => Err(RequestError::invalid(param, Problem::Rule { rule: RULE })),
             None => Ok(()),
         }
     }
@@ -181,7 +195,7 @@ impl Common {
     ///
     /// # Errors
     /// A parameter is out of range.
-    pub(super) fn check(self, model: &ServedModel) -> Result<Options, ApiError> {
+    pub(crate) fn check(self, model: &ServedModel) -> Result<Options, RequestError> {
         let n = self.n.map_or(1, |Whole(n)| n);
         SAMPLES.check("n", n as f64)?;
         let top_k = self.top_k.map_or(0, |Whole(top_k)| top_k);
@@ -250,14 +264,14 @@ impl Common {
     }
 }
 
-fn logit_bias(BoundedMap(given): BoundedMap<LOGIT_BIASES_MAX>, model: &ServedModel) -> Result<HashMap<u32, f32>, ApiError> {
+fn logit_bias(BoundedMap(given): BoundedMap<LOGIT_BIASES_MAX>, model: &ServedModel) -> Result<HashMap<u32, f32>, RequestError> {
     at_most("logit_bias", given.len(), LOGIT_BIASES_MAX, "entries")?;
     let vocab_size = model.tokenizer.vocab_size();
     let entry = |(token, bias): (String, f64)| match token.parse::<u32>() {
         Ok(id) if (id as usize) < vocab_size && !token.starts_with('+') => {
             BIAS.check(&format!("logit_bias.{id}"), bias).map(|()| (id, bias as f32))
         }
-        _ => Err(ApiError::invalid("logit_bias", Problem::Vocabulary { vocab_size })),
+        _ => Err(RequestError::invalid("logit_bias", Problem::Vocabulary { vocab_size })),
     };
     given.into_iter().map(entry).collect()
 }
@@ -267,23 +281,23 @@ fn token_ids<const MAX: usize>(
     param: &str,
     Bounded(given): Bounded<Whole, MAX>,
     model: &ServedModel,
-) -> Result<Vec<u32>, ApiError> {
+) -> Result<Vec<u32>, RequestError> {
     at_most(param, given.len(), MAX, "entries")?;
     let vocab_size = model.tokenizer.vocab_size();
     let known = |Whole(id): Whole| u32::try_from(id).ok().filter(|id| (*id as usize) < vocab_size);
     let ids: Option<Vec<_>> = given.into_iter().map(known).collect();
-    ids.ok_or_else(|| ApiError::invalid(param, Problem::Vocabulary { vocab_size }))
+    ids.ok_or_else(|| RequestError::invalid(param, Problem::Vocabulary { vocab_size }))
 }
 
-fn stop_tokens(given: Bounded<Whole, STOP_TOKENS_MAX>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+fn stop_tokens(given: Bounded<Whole, STOP_TOKENS_MAX>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, RequestError> {
     let own = if ignore_eos { &[] } else { model.stop_tokens.as_slice() };
     Ok([own, &token_ids("stop_token_ids", given, model)?].concat())
 }
 
-fn allowed_tokens(given: Bounded<Whole, ALLOWED_TOKENS_MAX>, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+fn allowed_tokens(given: Bounded<Whole, ALLOWED_TOKENS_MAX>, model: &ServedModel) -> Result<Vec<u32>, RequestError> {
     let mut tokens = token_ids("allowed_token_ids", given, model)?;
     if tokens.is_empty() {
-        return Err(ApiError::invalid("allowed_token_ids", Problem::Empty));
+        return Err(RequestError::invalid("allowed_token_ids", Problem::Empty));
     }
     tokens.sort_unstable();
     tokens.dedup();
@@ -292,16 +306,16 @@ fn allowed_tokens(given: Bounded<Whole, ALLOWED_TOKENS_MAX>, model: &ServedModel
 
 /// Encodes texts that the answer must not contain. As in vLLM, a text is barred as it is tokenized at the beginning of a text, and if it has as many
 /// tokens after a space, also as it is tokenized there.
-fn bad_words(Bounded(given): Bounded<String, BAD_WORDS_MAX>, model: &ServedModel) -> Result<Vec<BadWord>, ApiError> {
+fn bad_words(Bounded(given): Bounded<String, BAD_WORDS_MAX>, model: &ServedModel) -> Result<Vec<BadWord>, RequestError> {
     at_most("bad_words", given.len(), BAD_WORDS_MAX, "strings")?;
     let longest = given.iter().map(|text| text.chars().count()).max().unwrap_or(0);
     at_most("bad_words", longest, BAD_WORD_CHARS_MAX, "characters in each string")?;
-    let encode = |text: &str| model.tokenizer.encode(text, Special::Parsed).map_err(|_: EncodeError| ApiError::Internal);
+    let encode = |text: &str| model.tokenizer.encode(text, Special::Parsed).map_err(|_: EncodeError| RequestError::Failed);
     let word = |text: String| {
         let trimmed = Some(text.trim_start()).filter(|trimmed| !trimmed.is_empty()).unwrap_or(&text);
         let plain = encode(trimmed)?;
         let Some(first) = plain.first() else {
-            return Err(ApiError::invalid("bad_words", Problem::Rule { rule: "must not hold a string without tokens" }));
+            return Err(RequestError::invalid("bad_words", Problem::Rule { rule: "must not hold a string without tokens" }));
         };
         let after_space = encode(&format!(" {trimmed}"))?;
         let differs = after_space.len() == plain.len() && after_space.first() != Some(first);
@@ -311,11 +325,11 @@ fn bad_words(Bounded(given): Bounded<String, BAD_WORDS_MAX>, model: &ServedModel
     given.into_iter().map(word).collect()
 }
 
-fn truncation(tokens: Option<Whole>, side: Option<String>) -> Result<Option<Truncation>, ApiError> {
+fn truncation(tokens: Option<Whole>, side: Option<String>) -> Result<Option<Truncation>, RequestError> {
     let keeps_first = match side.as_deref() {
         None | Some("left") => false,
         Some("right") => true,
-        Some(_) => return Err(ApiError::invalid("truncation_side", Problem::Choice { allowed: "'left', 'right'" })),
+        Some(_) => return Err(RequestError::invalid("truncation_side", Problem::Choice { allowed: "'left', 'right'" })),
     };
     let tokens = match tokens {
         None => return Ok(None),
@@ -323,37 +337,37 @@ fn truncation(tokens: Option<Whole>, side: Option<String>) -> Result<Option<Trun
         Some(Whole(found)) if found >= 1 => Some(usize::try_from(found).unwrap_or(usize::MAX)),
         Some(Whole(found)) => {
             let allowed = "-1 (as many tokens as fit) or a number of tokens";
-            return Err(ApiError::invalid("truncate_prompt_tokens", Problem::Range { allowed, found: found as f64 }));
+            return Err(RequestError::invalid("truncate_prompt_tokens", Problem::Range { allowed, found: found as f64 }));
         }
     };
     Ok(Some(Truncation { tokens, keeps_first }))
 }
 
-fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, ApiError> {
+fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, RequestError> {
     at_most("stop", given.len(), STOPS_MAX, "strings")?;
     if given.iter().any(String::is_empty) {
-        return Err(ApiError::invalid("stop", Problem::Rule { rule: "must not hold an empty string" }));
+        return Err(RequestError::invalid("stop", Problem::Rule { rule: "must not hold an empty string" }));
     }
     let longest = given.iter().map(|text| text.chars().count()).max().unwrap_or(0);
     at_most("stop", longest, STOP_CHARS_MAX, "characters in each string").map(|()| given)
 }
 
-pub(super) fn priority(given: Option<Whole>) -> Result<Option<i32>, ApiError> {
+pub(crate) fn priority(given: Option<Whole>) -> Result<Option<i32>, RequestError> {
     let Some(Whole(found)) = given else { return Ok(None) };
     PRIORITY.check("priority", found as f64).map(|()| Some(found as i32))
 }
 
-pub(super) fn cache_salt(given: Option<String>) -> Result<String, ApiError> {
+pub(crate) fn cache_salt(given: Option<String>) -> Result<String, RequestError> {
     let Some(salt) = given else { return Ok(String::new()) };
     if salt.is_empty() {
-        return Err(ApiError::invalid("cache_salt", Problem::Empty));
+        return Err(RequestError::invalid("cache_salt", Problem::Empty));
     }
     at_most("cache_salt", salt.chars().count(), CACHE_SALT_CHARS_MAX, "characters").map(|()| salt)
 }
 
-pub(super) fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, ApiError> {
+pub(crate) fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, RequestError> {
     if !stream && options.is_some() {
-        return Err(ApiError::invalid("stream_options", Problem::Rule { rule: "is only allowed when 'stream' is true" }));
+        return Err(RequestError::invalid("stream_options", Problem::Rule { rule: "is only allowed when 'stream' is true" }));
     }
     let options = options.unwrap_or_default();
     let at_end = options.include_usage.unwrap_or(false);

@@ -1,12 +1,14 @@
 //! Clients' requests and their checks. Errors name the field at fault. A known parameter that is not supported is refused if its value
 //! would change the answer. Unknown fields are ignored, and a header of the answer names them.
 
-pub(crate) mod anthropic;
+pub mod anthropic;
 mod anthropic_fields;
 mod calls;
-pub(crate) mod chat;
-pub(crate) mod completions;
-pub(crate) mod constraint;
+pub mod chat;
+pub mod completions;
+pub mod constraint;
+mod context;
+mod error;
 mod fields;
 mod generate;
 mod ignored;
@@ -14,23 +16,24 @@ mod limits;
 mod messages;
 mod options;
 mod parameters;
-pub(crate) mod responses;
+pub mod responses;
 mod responses_fields;
 mod schema;
 mod tokenize;
 mod tools;
 mod unsupported;
 
-pub(crate) use chat::efforts;
-pub(crate) use fields::ids;
-pub(crate) use generate::{Generate, GenerateRequest};
-pub(crate) use ignored::Ignored;
-pub(crate) use options::{Options, StreamUsage};
-pub(crate) use parameters::{ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest};
-pub(crate) use schema::OfModels;
-pub(crate) use tokenize::{DetokenizeRequest, TokenizeRequest};
+pub use chat::efforts;
+pub use context::{body_bytes_max, check_context, check_texts, elements_max, prompt_bytes_max};
+pub use error::{Problem, RequestError, at_most, shortened};
+pub use fields::ids;
+pub use generate::{Generate, GenerateRequest};
+pub use ignored::Ignored;
+pub use options::{Options, StreamUsage, TextOptions};
+pub use parameters::{ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest};
+pub use schema::OfModels;
+pub use tokenize::{DetokenizeRequest, TokenizeRequest};
 
-use crate::error::{ApiError, shortened};
 use serde::de::DeserializeOwned;
 
 /// The maximum nesting of objects and lists: less than serde_json's limit. Requests need few levels, but JSON schemas may need many.
@@ -41,18 +44,18 @@ const NESTING_MAX: usize = 100;
 ///
 /// # Errors
 /// The body is not valid JSON or has too many values, or a field has the wrong type.
-pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Result<(T, Ignored), ApiError> {
-    let text = std::str::from_utf8(body).map_err(|error| ApiError::Utf8 { at: error.valid_up_to() })?;
+pub fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Result<(T, Ignored), RequestError> {
+    let text = std::str::from_utf8(body).map_err(|error| RequestError::Utf8 { at: error.valid_up_to() })?;
     let Extent { deepest, elements } = extent(body);
     if deepest > NESTING_MAX {
-        return Err(ApiError::Nesting { max: NESTING_MAX });
+        return Err(RequestError::Nesting { max: NESTING_MAX });
     }
     if elements > elements_max {
-        return Err(ApiError::Elements { max: elements_max });
+        return Err(RequestError::Elements { max: elements_max });
     }
     if text.trim_start().starts_with('[') {
         // Without this check, serde would read a list's elements as the values of an object's fields.
-        return Err(ApiError::NoObject);
+        return Err(RequestError::NoObject);
     }
     let mut json = serde_json::Deserializer::from_str(text);
     let mut ignored = Ignored::default();
@@ -62,25 +65,25 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Re
         let path = error.path().to_string();
         unreadable(path, error.into_inner())
     })?;
-    json.end().map_err(ApiError::Json)?;
+    json.end().map_err(RequestError::Json)?;
     Ok((request, ignored))
 }
 
 /// Converts serde's error for the field at this path.
-fn unreadable(path: String, source: serde_json::Error) -> ApiError {
+fn unreadable(path: String, source: serde_json::Error) -> RequestError {
     let text = source.to_string();
     // A number beyond the range of an f64 is valid JSON, so it is reported as an error of its field.
     if !source.is_data() && !text.starts_with("number out of range") {
-        return ApiError::Json(source);
+        return RequestError::Json(source);
     }
     let duplicate = text.strip_prefix("duplicate field `").and_then(|rest| rest.split('`').next());
     let param = match (path.as_str(), duplicate) {
-        (".", None) => return ApiError::NoObject,
+        (".", None) => return RequestError::NoObject,
         (".", Some(field)) => field.to_owned(),
         (_, Some(field)) => format!("{path}.{field}"),
         (_, None) => shortened(&path).into_owned(),
     };
-    ApiError::Type { param, source }
+    RequestError::Type { param, source }
 }
 
 /// The extent of the values in a JSON text.
@@ -137,7 +140,7 @@ mod tests {
             }
         }
         for body in ["{\"messages\":[{},{},{},{}]}", "{\"tools\":[0,0,0,0,0]}", "{\"a\":1,\"b\":2,\"c\":3,\"d\":4,\"e\":5}"] {
-            assert!(matches!(parse::<Built>(body.as_bytes(), 4), Err(ApiError::Elements { max: 4 })), "{body}");
+            assert!(matches!(parse::<Built>(body.as_bytes(), 4), Err(RequestError::Elements { max: 4 })), "{body}");
         }
     }
 }

@@ -1,28 +1,25 @@
 //! The fields of a request that this server does not know.
 
 use super::parameters::WITHOUT_EFFECT;
-use axum::http::{HeaderName, HeaderValue};
 use serde_ignored::Path;
 use std::collections::BTreeSet;
 
-/// The header of an answer that names the ignored fields of its request.
-const HEADER: HeaderName = HeaderName::from_static("x-tandem-ignored-parameters");
-/// The maximum number of fields that the header names.
+/// The maximum number of fields that are named.
 const NAMES_MAX: usize = 16;
-/// The maximum length of a name in the header, in bytes.
+/// The maximum length of a name, in bytes.
 const NAME_BYTES_MAX: usize = 64;
-/// The header's last entry if more fields were ignored than it names.
+/// The last name if more fields were ignored than are named.
 const FURTHER: &str = "...";
 
 /// The names of ignored fields. A field of an object in a list is named once for the whole list: `messages[].mood`.
 #[derive(Debug, Default)]
-pub(crate) struct Ignored {
+pub struct Ignored {
     names: BTreeSet<String>,
     further: bool,
 }
 
 impl Ignored {
-    pub(super) fn add(&mut self, path: &Path<'_>) {
+    pub(crate) fn add(&mut self, path: &Path<'_>) {
         if matches!(path, Path::Map { parent: Path::Root, key } if WITHOUT_EFFECT.contains(&key.as_str())) {
             return;
         }
@@ -36,19 +33,16 @@ impl Ignored {
     }
 
     /// Returns the fields that were also ignored when the body was parsed as another type.
-    pub(crate) fn also_in(mut self, other: &Self) -> Self {
+    pub fn also_in(mut self, other: &Self) -> Self {
         self.names.retain(|name| other.names.contains(name));
         self
     }
 
-    /// Returns the header that names the ignored fields; `None` if there are none.
-    pub(crate) fn header(&self) -> Option<(HeaderName, HeaderValue)> {
+    /// Returns the names, joined by commas, as ASCII; `None` if no field was ignored.
+    pub fn joined(&self) -> Option<String> {
         let further = self.further.then_some(FURTHER);
         let names: Vec<_> = self.names.iter().map(String::as_str).chain(further).collect();
-        if names.is_empty() {
-            return None;
-        }
-        HeaderValue::from_str(&names.join(", ")).ok().map(|value| (HEADER, value))
+        (!names.is_empty()).then(|| names.join(", "))
     }
 }
 
@@ -78,12 +72,12 @@ fn write(path: &Path<'_>, name: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use crate::request::{ChatRequest, CompletionRequest, parse};
+    use crate::{ChatRequest, CompletionRequest, parse};
     use serde_json::json;
 
     fn named(body: &str) -> Option<String> {
         let (_, ignored) = parse::<ChatRequest>(body.as_bytes(), 100_000).expect("the request can be parsed");
-        ignored.header().map(|(_, value)| value.to_str().expect("the header is ASCII").to_owned())
+        ignored.joined()
     }
 
     #[test]
@@ -101,11 +95,11 @@ mod tests {
         ] {
             assert_eq!(named(&body.to_string()).as_deref(), expected, "{body}");
         }
-        assert!(parse::<CompletionRequest>(br#"{"messages":[]}"#, 10).expect("it can be parsed").1.header().is_some());
+        assert!(parse::<CompletionRequest>(br#"{"messages":[]}"#, 10).expect("it can be parsed").1.joined().is_some());
     }
 
     #[test]
-    fn header_is_ascii_and_bounded() {
+    fn names_are_ascii_and_bounded() {
         assert_eq!(named(r#"{"n\n: x, ünï":1,"":2}"#).as_deref(), Some("?, n?:?x???n?"));
         let many: String = (0..10_000).map(|number| format!(r#""unknown-{number:06}":[{{}}],"#)).collect();
         let header = named(&format!(r#"{{{many}"{}":1}}"#, "x".repeat(10_000))).expect("fields are ignored");

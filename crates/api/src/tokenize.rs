@@ -26,12 +26,17 @@ const OF_PROMPT: [&str; 9] = [
 
 /// A request for the tokens of a text. If it has `messages`, it is read as a `ChatRequest` as well.
 #[derive(Deserialize)]
-pub(crate) struct TokenizeRequest {
-    pub(crate) model: Option<String>,
-    pub(crate) prompt: Option<String>,
-    pub(crate) messages: Option<IgnoredAny>,
-    pub(crate) add_special_tokens: Option<bool>,
-    pub(crate) return_token_strs: Option<bool>,
+pub struct TokenizeRequest {
+    /// The model's id.
+    pub model: Option<String>,
+    /// The text to encode.
+    pub prompt: Option<String>,
+    /// Whether the body is a conversation, which is parsed as a chat then.
+    pub messages: Option<IgnoredAny>,
+    /// Whether the model's leading token is added.
+    pub add_special_tokens: Option<bool>,
+    /// Whether the answer has the text of each token.
+    pub return_token_strs: Option<bool>,
 }
 
 impl JsonSchema for TokenizeRequest {
@@ -72,11 +77,14 @@ impl JsonSchema for TokenizeRequest {
     }
 }
 
+/// A request for the text of tokens.
 #[derive(Deserialize, JsonSchema)]
 #[schemars(extend("x-served" = "names model"))]
-pub(crate) struct DetokenizeRequest {
+pub struct DetokenizeRequest {
+    /// The model's id.
     #[schemars(extend("x-served" = "model"))]
-    pub(crate) model: Option<String>,
+    pub model: Option<String>,
+    /// The token ids to decode.
     #[schemars(required)]
-    pub(crate) tokens: Option<Vec<Id>>,
+    pub tokens: Option<Vec<Id>>,
 }

@@ -1,13 +1,13 @@
 //! The request of `/v1/completions`.
 
-pub(crate) use super::fields::Input;
+pub use super::fields::Input;
 
 use super::{
     fields::{PROMPTS_MAX, Prompts, Whole},
     options::{self, Options},
     parameters::CompletionRequest,
 };
-use crate::error::{ApiError, Problem, at_most};
+use crate::error::{Problem, RequestError, at_most};
 use tandem_kv::TokenId;
 use tandem_text::{EncodeError, NamespaceEncodings, ServedModel};
 
@@ -17,42 +17,46 @@ const MAX_TOKENS_DEFAULT: u32 = 16;
 const CHOICES_MAX: usize = 1024;
 
 /// A checked request.
-pub(crate) struct Completion {
-    pub(crate) options: Options,
-    pub(crate) max_tokens: u32,
-    pub(crate) echo: bool,
-    pub(crate) prompts: Vec<Input>,
+pub struct Completion {
+    /// The checked parameters.
+    pub options: Options,
+    /// The limit on generated tokens.
+    pub max_tokens: u32,
+    /// Whether the answer begins with the prompt.
+    pub echo: bool,
+    /// The prompts, at least one.
+    pub prompts: Vec<Input>,
     /// Whether a text begins with the model's beginning-of-sequence token.
-    pub(crate) adds_bos: bool,
+    pub adds_bos: bool,
 }
 
 /// A prompt's tokens and, if it is to be echoed, its text.
-pub(crate) type Encoded = (Vec<TokenId>, Option<String>);
+pub type Encoded = (Vec<TokenId>, Option<String>);
 
 impl CompletionRequest {
     /// Checks the request.
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
-    pub(crate) fn check(mut self, model: &ServedModel) -> Result<Completion, ApiError> {
-        let Prompts(prompts) = self.prompt.take().ok_or_else(|| ApiError::invalid("prompt", Problem::Missing))?;
+    pub fn check(mut self, model: &ServedModel) -> Result<Completion, RequestError> {
+        let Prompts(prompts) = self.prompt.take().ok_or_else(|| RequestError::invalid("prompt", Problem::Missing))?;
         let adds_bos = self.add_special_tokens.unwrap_or(true);
         let is_empty = |input: &Input| match input {
             Input::Text(text) => text.is_empty() && (model.bos.is_none() || !adds_bos),
             Input::Tokens(tokens) => tokens.is_empty(),
         };
         if prompts.is_empty() || prompts.iter().any(is_empty) {
-            return Err(ApiError::invalid("prompt", Problem::Empty));
+            return Err(RequestError::invalid("prompt", Problem::Empty));
         }
         at_most("prompt", prompts.len(), PROMPTS_MAX, "prompts")?;
         let vocab_size = model.tokenizer.vocab_size();
         let is_unknown = |token: &TokenId| *token as usize >= vocab_size;
         if prompts.iter().any(|input| matches!(input, Input::Tokens(tokens) if tokens.iter().any(is_unknown))) {
-            return Err(ApiError::invalid("prompt", Problem::Vocabulary { vocab_size }));
+            return Err(RequestError::invalid("prompt", Problem::Vocabulary { vocab_size }));
         }
         let mut options = self.take_common()?.check(model)?;
         if self.best_of.is_some_and(|Whole(best_of)| best_of != i64::from(options.samples)) {
-            return Err(ApiError::invalid("best_of", Problem::Rule { rule: "is not supported unless it equals 'n'" }));
+            return Err(RequestError::invalid("best_of", Problem::Rule { rule: "is not supported unless it equals 'n'" }));
         }
         at_most("n", prompts.len() * options.samples as usize, CHOICES_MAX, "choices over all prompts")?;
         options.sampling.logprobs = self.logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;
@@ -70,7 +74,8 @@ impl CompletionRequest {
 }
 
 impl Input {
-    pub(crate) fn text_bytes(&self) -> usize {
+    /// Returns the length of the text in bytes; 0 for token ids.
+    pub fn text_bytes(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),
             Self::Tokens(_) => 0,
@@ -81,17 +86,17 @@ impl Input {
     ///
     /// # Errors
     /// The tokenizer fails.
-    pub(crate) fn encode(
+    pub fn encode(
         self,
         echo: bool,
         adds_bos: bool,
         model: &ServedModel,
         encodings: &NamespaceEncodings,
-    ) -> Result<Encoded, ApiError> {
+    ) -> Result<Encoded, RequestError> {
         match self {
             Self::Text(text) => {
                 let encoded =
-                    model.tokenizer.encode_prompt(&text, None, encodings).map_err(|_: EncodeError| ApiError::Internal)?;
+                    model.tokenizer.encode_prompt(&text, None, encodings).map_err(|_: EncodeError| RequestError::Failed)?;
                 Ok((model.bos.filter(|_| adds_bos).into_iter().chain(encoded).collect(), echo.then_some(text)))
             }
             Self::Tokens(tokens) => {

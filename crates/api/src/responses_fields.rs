@@ -10,43 +10,43 @@ use serde::{
 };
 use serde_json::Value;
 
-pub(super) const INCLUDE_MAX: usize = 16;
+pub(crate) const INCLUDE_MAX: usize = 16;
 
 /// The conversation, as one text of the user or as items.
-pub(super) enum Input {
+pub(crate) enum Input {
     Text(String),
     Items(Bounded<Item, MESSAGES_MAX>),
 }
 
 /// An item of the input. Which fields it has depends on its type.
 #[derive(Deserialize)]
-pub(super) struct Item {
+pub(crate) struct Item {
     #[serde(rename = "type")]
-    pub(super) kind: Option<String>,
-    pub(super) role: Option<String>,
+    pub(crate) kind: Option<String>,
+    pub(crate) role: Option<String>,
     #[serde(default)]
-    pub(super) content: Content,
+    pub(crate) content: Content,
     #[serde(default)]
-    pub(super) summary: Content,
-    pub(super) encrypted_content: Option<String>,
-    pub(super) call_id: Option<String>,
-    pub(super) name: Option<String>,
-    pub(super) arguments: Option<String>,
+    pub(crate) summary: Content,
+    pub(crate) encrypted_content: Option<String>,
+    pub(crate) call_id: Option<String>,
+    pub(crate) name: Option<String>,
+    pub(crate) arguments: Option<String>,
     #[serde(default)]
-    pub(super) output: Content,
+    pub(crate) output: Content,
 }
 
 #[derive(Default, Deserialize)]
-pub(super) struct TextConfig {
-    pub(super) format: Option<Value>,
-    pub(super) verbosity: Option<String>,
+pub(crate) struct TextConfig {
+    pub(crate) format: Option<Value>,
+    pub(crate) verbosity: Option<String>,
 }
 
 #[derive(Default, Deserialize)]
-pub(super) struct Reasoning {
-    pub(super) effort: Option<String>,
-    pub(super) summary: Option<String>,
-    pub(super) generate_summary: Option<String>,
+pub(crate) struct Reasoning {
+    pub(crate) effort: Option<String>,
+    pub(crate) summary: Option<String>,
+    pub(crate) generate_summary: Option<String>,
 }
 
 readable! {

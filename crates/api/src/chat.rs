@@ -9,7 +9,7 @@ use super::{
     parameters::{ChatRequest, DOCUMENTS_MAX},
     tools::RawTools,
 };
-use crate::error::{ApiError, Problem, at_most};
+use crate::error::{Problem, RequestError, at_most};
 use serde_json::{Map, Value};
 use std::{borrow::Cow, sync::Arc};
 use tandem_grammar::StackError;
@@ -23,20 +23,25 @@ use tandem_text::{
 const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// A checked request.
-pub(crate) struct Chat {
-    pub(crate) options: Options,
+pub struct Chat {
+    /// The checked parameters.
+    pub options: Options,
     /// The client's limit on generated tokens; `None` if the client set none.
-    pub(crate) max_tokens: Option<u32>,
-    pub(crate) limit_param: &'static str,
-    pub(crate) conversation: Conversation,
+    pub max_tokens: Option<u32>,
+    /// The field that limits generated tokens, for errors.
+    pub limit_param: &'static str,
+    /// The messages, tools and options of the template.
+    pub conversation: Conversation,
     /// Whether the answer shows the model's reasoning.
-    pub(crate) include_reasoning: bool,
+    pub include_reasoning: bool,
 }
 
 /// A conversation's tokens, and how the answer to it is split.
-pub(crate) struct Encoded {
-    pub(crate) tokens: Vec<TokenId>,
-    pub(crate) format: OutputFormat,
+pub struct Encoded {
+    /// The prompt's tokens.
+    pub tokens: Vec<TokenId>,
+    /// How the answer is split.
+    pub format: OutputFormat,
 }
 
 impl ChatRequest {
@@ -44,7 +49,7 @@ impl ChatRequest {
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
-    pub(crate) fn check(mut self, model: &ServedModel) -> Result<Chat, ApiError> {
+    pub fn check(mut self, model: &ServedModel) -> Result<Chat, RequestError> {
         let messages = messages::check(self.messages.take())?;
         let tools = RawTools { tools: self.tools.take(), choice: self.tool_choice.take(), parallel: self.parallel_tool_calls };
         self.check_with(messages, tools, model)
@@ -54,7 +59,12 @@ impl ChatRequest {
     ///
     /// # Errors
     /// A parameter is out of range or not supported.
-    pub(super) fn check_with(mut self, messages: Vec<Message>, tools: RawTools, model: &ServedModel) -> Result<Chat, ApiError> {
+    pub(crate) fn check_with(
+        mut self,
+        messages: Vec<Message>,
+        tools: RawTools,
+        model: &ServedModel,
+    ) -> Result<Chat, RequestError> {
         let tools = tools.check()?;
         let template = self.template_options(model)?;
         let mut options = self.take_common()?.check(model)?;
@@ -73,14 +83,14 @@ impl ChatRequest {
         Ok(Chat { options, max_tokens, limit_param, conversation: Conversation { messages, tools, template }, include_reasoning })
     }
 
-    fn template_options(&mut self, model: &ServedModel) -> Result<TemplateOptions, ApiError> {
+    fn template_options(&mut self, model: &ServedModel) -> Result<TemplateOptions, RequestError> {
         let Bounded(documents) = self.documents.take().unwrap_or_default();
         at_most("documents", documents.len(), DOCUMENTS_MAX, "documents")?;
         let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
         at_most("chat_template_kwargs", variables.len(), VARIABLES_MAX, "entries")?;
         if let Some(name) = RESERVED.iter().find(|name| variables.contains_key(**name)) {
             let rule = "must not be set here: it has a field of its own, or comes from the model";
-            return Err(ApiError::invalid(format!("chat_template_kwargs.{name}"), Problem::Rule { rule }));
+            return Err(RequestError::invalid(format!("chat_template_kwargs.{name}"), Problem::Rule { rule }));
         }
         if let Some(enable_thinking) = self.enable_thinking {
             variables.entry("enable_thinking").or_insert(enable_thinking.into());
@@ -91,7 +101,7 @@ impl ChatRequest {
         let continue_final_message = self.continue_final_message.unwrap_or(false);
         if continue_final_message && self.add_generation_prompt == Some(true) {
             let rule = "is not possible with 'add_generation_prompt': the answer either continues a message or begins one";
-            return Err(ApiError::invalid("continue_final_message", Problem::Rule { rule }));
+            return Err(RequestError::invalid("continue_final_message", Problem::Rule { rule }));
         }
         let add_generation_prompt = self.add_generation_prompt.unwrap_or(!continue_final_message);
         Ok(TemplateOptions { documents, variables, add_generation_prompt, continue_final_message })
@@ -99,7 +109,7 @@ impl ChatRequest {
 }
 
 /// Returns the efforts of reasoning that the model's chat template knows.
-pub(crate) fn efforts(template: Option<&ChatTemplate>) -> &'static [&'static str] {
+pub fn efforts(template: Option<&ChatTemplate>) -> &'static [&'static str] {
     const EFFORTS: [&str; 7] = ["none", "medium", "minimal", "low", "high", "xhigh", "max"];
     let knows = |name: &str| template.is_some_and(|template| template.reads(name));
     if knows("reasoning_effort") || SWITCHES.into_iter().any(knows) { &EFFORTS } else { &EFFORTS[..2] }
@@ -111,18 +121,18 @@ fn set_reasoning_effort(
     variables: &mut Map<String, Value>,
     effort: &str,
     template: Option<&ChatTemplate>,
-) -> Result<(), ApiError> {
+) -> Result<(), RequestError> {
     let knows = |name: &str| template.is_some_and(|template| template.reads(name));
     match effort {
         "none" | "medium" | "minimal" | "low" | "high" | "xhigh" | "max" => {
             if !efforts(template).contains(&effort) {
                 let rule = "is not supported by the model, whose chat template has no effort of reasoning; leave it out";
-                return Err(ApiError::invalid("reasoning_effort", Problem::Rule { rule }));
+                return Err(RequestError::invalid("reasoning_effort", Problem::Rule { rule }));
             }
         }
         _ => {
             let allowed = "'none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'";
-            return Err(ApiError::invalid("reasoning_effort", Problem::Choice { allowed }));
+            return Err(RequestError::invalid("reasoning_effort", Problem::Choice { allowed }));
         }
     }
     variables.entry("reasoning_effort").or_insert(effort.into());
@@ -132,17 +142,17 @@ fn set_reasoning_effort(
     Ok(())
 }
 
-fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiError> {
+fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, RequestError> {
     let alternatives = options::alternatives("top_logprobs", top.map_or(0, |Whole(top)| top))?;
     if top.is_some() && !logprobs {
-        return Err(ApiError::invalid("top_logprobs", Problem::Rule { rule: "is only allowed when 'logprobs' is true" }));
+        return Err(RequestError::invalid("top_logprobs", Problem::Rule { rule: "is only allowed when 'logprobs' is true" }));
     }
     Ok(logprobs.then_some(alternatives))
 }
 
 impl Chat {
     /// Returns the total size of the conversation's text, in bytes.
-    pub(crate) fn text_bytes(&self) -> usize {
+    pub fn text_bytes(&self) -> usize {
         self.conversation.text_bytes()
     }
 
@@ -153,8 +163,8 @@ impl Chat {
     ///
     /// # Errors
     /// The model has no chat template, the template refuses the conversation, or its text is too long.
-    pub(crate) fn encode(&self, model: &ServedModel, encodings: &NamespaceEncodings) -> Result<Encoded, ApiError> {
-        let template = model.template.as_deref().ok_or(ApiError::NoChatTemplate)?;
+    pub fn encode(&self, model: &ServedModel, encodings: &NamespaceEncodings) -> Result<Encoded, RequestError> {
+        let template = model.template.as_deref().ok_or(RequestError::NoChatTemplate)?;
         let mut conversation = self.conversation.clone();
         let mut suspicious = Vec::new();
         conversation.for_each_text(&mut |text| {
@@ -164,7 +174,7 @@ impl Chat {
         });
         let Some(guard) = Tokenizer::guard(suspicious.iter().map(String::as_str)) else {
             let rule = "must not hold all of the code points U+FDD0 to U+FDEF, which no text uses";
-            return Err(ApiError::invalid("messages", Problem::Rule { rule }));
+            return Err(RequestError::invalid("messages", Problem::Rule { rule }));
         };
         conversation.for_each_text(&mut |text| {
             if let Cow::Owned(marked) = model.tokenizer.mark(text, guard) {
@@ -177,21 +187,22 @@ impl Chat {
         }
         let variables = conversation.variables(template.abilities());
         let mut text = template.render(variables, model.rendered_bytes_max()).map_err(|error| match error {
-            RenderError::Refused(source) => ApiError::Template(source),
-            RenderError::Exhausted => ApiError::TemplateExhausted,
-            RenderError::Failed(StackError::Thread(_)) => ApiError::Overloaded,
-            RenderError::Failed(StackError::Panic) => ApiError::Internal,
+            RenderError::Refused(source) => RequestError::Template(source),
+            RenderError::Exhausted => RequestError::TemplateExhausted,
+            RenderError::Failed(StackError::Thread(_)) => RequestError::Busy,
+            RenderError::Failed(StackError::Panic) => RequestError::Failed,
             RenderError::TooLong => {
                 let tokens_min = model.usable_context() as usize + 1;
-                ApiError::PromptLength { context_length: model.usable_context(), tokens_min, param: "messages" }
+                RequestError::PromptLength { context_length: model.usable_context(), tokens_min, param: "messages" }
             }
         })?;
         if conversation.template.continue_final_message && !cut_at_end(&mut text, &end) {
             let rule = "is not possible: the chat template does not render the last message as it is";
-            return Err(ApiError::invalid("continue_final_message", Problem::Rule { rule }));
+            return Err(RequestError::invalid("continue_final_message", Problem::Rule { rule }));
         }
         let format = self.output_format(model, &text);
-        let tokens = model.tokenizer.encode_prompt(&text, Some(guard), encodings).map_err(|_: EncodeError| ApiError::Internal)?;
+        let tokens =
+            model.tokenizer.encode_prompt(&text, Some(guard), encodings).map_err(|_: EncodeError| RequestError::Failed)?;
         Ok(Encoded { tokens, format })
     }
 

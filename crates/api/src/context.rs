@@ -1,6 +1,6 @@
 //! Limits on bodies and prompts, computed from the length of the model's context.
 
-use crate::error::{ApiError, at_most};
+use crate::error::{RequestError, at_most};
 use tandem_text::ServedModel;
 
 /// The maximum number of text bytes per token of the context. Prose has 4 to 6 bytes per token, source code up to 12, runs of spaces more.
@@ -15,17 +15,17 @@ const BODY_BYTES_MAX: usize = 32 << 20;
 const OTHER_ELEMENTS: usize = 64 << 10;
 
 /// Returns the maximum total size of a request's texts, in bytes. It bounds the time of tokenizing.
-pub(super) fn prompt_bytes_max(context_length: u32) -> usize {
+pub fn prompt_bytes_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_MIN)
 }
 
 /// Returns the default maximum size of a body, in bytes.
-pub(super) fn body_bytes_max(context_length: u32) -> usize {
+pub fn body_bytes_max(context_length: u32) -> usize {
     prompt_bytes_max(context_length).saturating_mul(BODY_BYTES_PER_PROMPT_BYTE).min(BODY_BYTES_MAX)
 }
 
 /// Returns the maximum number of JSON values in a body. It bounds the memory and the time of parsing.
-pub(super) fn elements_max(context_length: u32) -> usize {
+pub fn elements_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
@@ -34,17 +34,17 @@ pub(super) fn elements_max(context_length: u32) -> usize {
 ///
 /// # Errors
 /// A single text is too long, or all texts together are.
-pub(super) fn check_texts(
+pub fn check_texts(
     model: &ServedModel,
     texts_bytes: impl Iterator<Item = usize>,
     truncated: bool,
     param: &'static str,
-) -> Result<(), ApiError> {
+) -> Result<(), RequestError> {
     let (context_length, mut all) = (model.usable_context(), 0_usize);
     for bytes in texts_bytes {
         let tokens_min = model.tokenizer.tokens_min(bytes);
         if tokens_min > context_length as usize && !truncated {
-            return Err(ApiError::PromptLength { context_length, tokens_min, param });
+            return Err(RequestError::PromptLength { context_length, tokens_min, param });
         }
         all = all.saturating_add(bytes);
     }
@@ -55,13 +55,13 @@ pub(super) fn check_texts(
 ///
 /// # Errors
 /// The tokens do not fit.
-pub(super) fn check_context(
+pub fn check_context(
     model: &ServedModel,
     prompt_tokens: usize,
     new_tokens: u32,
     param: &'static str,
     limit_param: &'static str,
-) -> Result<(), ApiError> {
+) -> Result<(), RequestError> {
     let context_length = model.usable_context();
     let prompt_tokens = u32::try_from(prompt_tokens).unwrap_or(u32::MAX);
     if u64::from(prompt_tokens) + u64::from(new_tokens) <= u64::from(context_length) {
@@ -69,7 +69,7 @@ pub(super) fn check_context(
     }
     // The error names the prompt's parameter if the prompt alone fills the context, else the parameter that limits new tokens.
     let param_at_fault = if prompt_tokens >= context_length { param } else { limit_param };
-    Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: param_at_fault })
+    Err(RequestError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: param_at_fault })
 }
 
 #[cfg(test)]

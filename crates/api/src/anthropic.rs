@@ -7,7 +7,7 @@ use super::{
     parameters::{ChatRequest, MessagesRequest},
     tools::{RawChoice, RawTools},
 };
-use crate::error::{ApiError, Problem, at_most};
+use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
@@ -19,7 +19,7 @@ const BILLING: &str = "x-anthropic-billing-header";
 const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// Returns the name that a field of a chat has in this API.
-pub(crate) fn name(chat: &str) -> String {
+pub fn name(chat: &str) -> String {
     match chat {
         "stop" => "stop_sequences".to_owned(),
         "continue_final_message" => "messages".to_owned(),
@@ -36,9 +36,9 @@ impl MessagesRequest {
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
-    pub(crate) fn check(self, model: &ServedModel) -> Result<Chat, ApiError> {
+    pub fn check(self, model: &ServedModel) -> Result<Chat, RequestError> {
         if self.max_tokens.is_none() {
-            return Err(ApiError::invalid("max_tokens", Problem::Missing));
+            return Err(RequestError::invalid("max_tokens", Problem::Missing));
         }
         self.check_prompt(model)
     }
@@ -47,12 +47,12 @@ impl MessagesRequest {
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
-    pub(crate) fn check_prompt(mut self, model: &ServedModel) -> Result<Chat, ApiError> {
+    pub fn check_prompt(mut self, model: &ServedModel) -> Result<Chat, RequestError> {
         let messages = messages(self.system.take(), self.messages.take())?;
         let continued = messages.last().is_some_and(|last| last.role == Role::Assistant);
         if continued && messages.last().is_some_and(|last| !last.tool_calls.is_empty()) {
             let rule = "must not end with tool_use blocks; the user's next message has their tool_result blocks";
-            return Err(ApiError::invalid("messages", Problem::Rule { rule }));
+            return Err(RequestError::invalid("messages", Problem::Rule { rule }));
         }
         let (kwargs, include_reasoning) = thinking(self.thinking.take())?;
         let OutputConfig { effort, format } = self.output_config.take().unwrap_or_default();
@@ -80,15 +80,15 @@ impl MessagesRequest {
 
 /// Returns the variables of the chat template, and whether the answer shows the model's thinking. As in Anthropic's API, the model thinks
 /// only if the client requests it. A model that always thinks does so without showing it.
-fn thinking(config: Option<Thinking>) -> Result<(Map<String, Value>, bool), ApiError> {
+fn thinking(config: Option<Thinking>) -> Result<(Map<String, Value>, bool), RequestError> {
     let Some(Thinking { kind, display }) = config else { return Ok((switches(false), false)) };
     let shown = display.as_deref() != Some("omitted");
     match kind.as_deref() {
         Some("enabled") => Ok((switches(true), shown)),
         Some("adaptive") => Ok((Map::new(), shown)),
         Some("disabled") => Ok((switches(false), false)),
-        None => Err(ApiError::invalid("thinking.type", Problem::Missing)),
-        Some(_) => Err(ApiError::invalid("thinking.type", Problem::Choice { allowed: "'enabled', 'adaptive', 'disabled'" })),
+        None => Err(RequestError::invalid("thinking.type", Problem::Missing)),
+        Some(_) => Err(RequestError::invalid("thinking.type", Problem::Choice { allowed: "'enabled', 'adaptive', 'disabled'" })),
     }
 }
 
@@ -98,18 +98,21 @@ fn switches(on: bool) -> Map<String, Value> {
 
 impl Choice {
     /// Returns the choice as a chat has it, and whether several calls are allowed.
-    fn check(self) -> Result<(Option<RawChoice>, Option<bool>), ApiError> {
+    fn check(self) -> Result<(Option<RawChoice>, Option<bool>), RequestError> {
         let choice = match self.kind.as_deref() {
             Some("auto") => json!("auto"),
             Some("any") => json!("required"),
             Some("none") => json!("none"),
             Some("tool") => json!({ "type": "function", "function": { "name": self.name } }),
-            None => return Err(ApiError::invalid("tool_choice.type", Problem::Missing)),
+            None => return Err(RequestError::invalid("tool_choice.type", Problem::Missing)),
             Some(_) => {
-                return Err(ApiError::invalid("tool_choice.type", Problem::Choice { allowed: "'auto', 'any', 'tool', 'none'" }));
+                return Err(RequestError::invalid(
+                    "tool_choice.type",
+                    Problem::Choice { allowed: "'auto', 'any', 'tool', 'none'" },
+                ));
             }
         };
-        let typed = |source| ApiError::Type { param: "tool_choice".to_owned(), source };
+        let typed = |source| RequestError::Type { param: "tool_choice".to_owned(), source };
         let choice = Deserialize::deserialize(choice).map_err(typed)?;
         Ok((Some(choice), self.disable_parallel_tool_use.map(|disabled| !disabled)))
     }
@@ -137,10 +140,10 @@ fn chat_format(format: Value) -> Value {
 }
 
 /// Converts the system prompt and the messages.
-fn messages(system: Option<Blocks>, turns: Option<Bounded<Turn, MESSAGES_MAX>>) -> Result<Vec<Message>, ApiError> {
-    let Bounded(turns) = turns.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
+fn messages(system: Option<Blocks>, turns: Option<Bounded<Turn, MESSAGES_MAX>>) -> Result<Vec<Message>, RequestError> {
+    let Bounded(turns) = turns.ok_or_else(|| RequestError::invalid("messages", Problem::Missing))?;
     if turns.is_empty() {
-        return Err(ApiError::invalid("messages", Problem::Empty));
+        return Err(RequestError::invalid("messages", Problem::Empty));
     }
     at_most("messages", turns.len(), MESSAGES_MAX, "messages")?;
     let mut messages = Vec::with_capacity(turns.len() + 1);
@@ -153,7 +156,7 @@ fn messages(system: Option<Blocks>, turns: Option<Bounded<Turn, MESSAGES_MAX>>) 
     Ok(messages)
 }
 
-fn system_text(system: Blocks) -> Result<String, ApiError> {
+fn system_text(system: Blocks) -> Result<String, RequestError> {
     let blocks = match system {
         Blocks::Text(text) => return Ok(text),
         Blocks::List(blocks) => blocks,
@@ -167,8 +170,8 @@ fn system_text(system: Blocks) -> Result<String, ApiError> {
 }
 
 impl Turn {
-    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), ApiError> {
-        let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), RequestError> {
+        let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let role = match self.role.as_deref() {
             None => return Err(missing("role")),
             Some("user") => Role::User,
@@ -176,7 +179,7 @@ impl Turn {
             Some("system") => Role::System,
             Some(_) => {
                 let allowed = "'user', 'assistant', 'system'";
-                return Err(ApiError::invalid(format!("{at}.role"), Problem::Choice { allowed }));
+                return Err(RequestError::invalid(format!("{at}.role"), Problem::Choice { allowed }));
             }
         };
         let blocks = match self.content.ok_or_else(|| missing("content"))? {
@@ -215,19 +218,19 @@ impl Turn {
 }
 
 impl Block {
-    fn text(self, at: &str) -> Result<String, ApiError> {
-        self.text.ok_or_else(|| ApiError::invalid(format!("{at}.text"), Problem::Missing))
+    fn text(self, at: &str) -> Result<String, RequestError> {
+        self.text.ok_or_else(|| RequestError::invalid(format!("{at}.text"), Problem::Missing))
     }
 
-    fn call(self, at: &str) -> Result<ToolCall, ApiError> {
-        let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+    fn call(self, at: &str) -> Result<ToolCall, RequestError> {
+        let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let name = self.name.ok_or_else(|| missing("name"))?;
         let id = self.id.ok_or_else(|| missing("id"))?;
         Ok(ToolCall { id: Some(id), name, arguments: self.input.ok_or_else(|| missing("input"))? })
     }
 
-    fn result(self, at: &str) -> Result<Message, ApiError> {
-        let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+    fn result(self, at: &str) -> Result<Message, RequestError> {
+        let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let id = self.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
         let mut text = self.content.text(&format!("{at}.content"), &["text"])?.unwrap_or_default();
         // Chat templates have no other place for this.
@@ -238,10 +241,10 @@ impl Block {
     }
 
     /// Returns the error for a block that cannot stand here.
-    fn refused(self, at: &str) -> ApiError {
+    fn refused(self, at: &str) -> RequestError {
         match self.kind {
-            Some(kind) => ApiError::invalid(at, Problem::Block { kind }),
-            None => ApiError::invalid(format!("{at}.type"), Problem::Missing),
+            Some(kind) => RequestError::invalid(at, Problem::Block { kind }),
+            None => RequestError::invalid(format!("{at}.type"), Problem::Missing),
         }
     }
 }
