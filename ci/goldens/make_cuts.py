@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes cuts.json, with which frontend/tests/tokenizer.rs checks how the tokenizer splits texts before it merges bytes. Only needed if the
+"""Writes cuts.json, with which crates/text/src/tokenizer/tests.rs checks how the tokenizer splits texts before it merges bytes. Only needed if the
 texts change.
 
     pip install tokenizers gguf numpy llama-cpp-python

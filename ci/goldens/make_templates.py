@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes templates.json, with which frontend/src/prompt/template/tests.rs checks that conversations are rendered as by Hugging Face's
+"""Writes templates.json, with which crates/text/src/template/environment/tests.rs checks that conversations are rendered as by Hugging Face's
 `transformers`. Only needed if the conversations, the templates or snippets.py change.
 
     pip install transformers jinja2 tokenizers

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tokenizers.json, with which frontend/src/prompt/tokenizer/tests/goldens.rs compares the tokenizer with Hugging Face's `tokenizers` and
+"""Writes tokenizers.json, with which crates/text/src/tokenizer/tests/goldens.rs compares the tokenizer with Hugging Face's `tokenizers` and
 with SentencePiece, for tokenizers in the layouts of the served families. Only needed if the layouts or the texts change.
 
     pip install tokenizers sentencepiece

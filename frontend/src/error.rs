@@ -60,10 +60,11 @@ pub(crate) enum ApiError {
          --trusted-proxies and --expose-details of the frontend allow."
     )]
     UntrustedPage,
-    #[error("Unknown path; /openapi.json lists the paths of this server.")]
+    #[error(
+        "This server has no such path; /openapi.json lists its paths. A client's base URL is this server's address followed by /v1, for \
+         Anthropic's clients without /v1."
+    )]
     UnknownPath,
-    #[error("This server does not serve {path}: {advice}.")]
-    Unserved { path: &'static str, advice: &'static str },
     #[error("This path does not allow this method; see /openapi.json.")]
     Method,
     #[error("The name in the header 'Host' is not one of this server's; use its IP address, or add the name to --allowed-hosts.")]
@@ -136,7 +137,6 @@ impl ApiError {
             },
             Self::Untrusted { .. } | Self::UntrustedPage => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
-            Self::Unserved { .. } => client(StatusCode::NOT_FOUND, None, Some("path_not_served")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),
             Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),

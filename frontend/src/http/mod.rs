@@ -34,7 +34,6 @@ mod token;
 mod tokenize;
 mod trailing_slash;
 mod trust;
-mod unserved;
 
 pub(crate) use app::App;
 pub(crate) use cors::Origins;
@@ -132,7 +131,14 @@ fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
         .route("/live", get(health::live))
         .route("/ping", get(health::live).post(health::live))
         .route("/ready", get(health::ready))
-        .fallback(unserved::refuse)
+        .fallback(unknown_path)
         .method_not_allowed_fallback(async || ApiError::Method)
         .with_state(app)
+}
+
+/// Refuses a request for a path that this server does not have, after reading its body: a client reads the reply only after it has sent
+/// its request.
+async fn unknown_path(request: Request) -> ApiError {
+    body::discard(request.into_body()).await;
+    ApiError::UnknownPath
 }

@@ -397,7 +397,6 @@ async fn invalid_bodies_are_refused() {
         expect(&cluster, path, huge, (413, None, "body_too_large", &["100000 bytes"])).await;
     }
     for (method, path, status, code) in [
-        (Method::GET, "/v1/embeddings", 404, "path_not_served"),
         (Method::GET, "/v1/other", 404, "unknown_path"),
         (Method::POST, "/", 405, "method_not_allowed"),
         (Method::GET, CHAT, 405, "method_not_allowed"),

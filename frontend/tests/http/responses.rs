@@ -221,7 +221,7 @@ async fn malformed_responses_are_refused_with_the_name_of_the_field() {
     }
     assert!(cluster.no_call());
     let (status, error) = cluster.send(Method::GET, "/v1/responses/resp_1", &[], "").await.json().await;
-    assert_eq!((status, &error["error"]["code"]), (StatusCode::NOT_FOUND, &json!("path_not_served")));
+    assert_eq!((status, &error["error"]["code"]), (StatusCode::NOT_FOUND, &json!("unknown_path")));
 }
 
 #[tokio::test]

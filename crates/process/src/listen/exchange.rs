@@ -1,69 +1,30 @@
-//! The progress of the current exchange (request and answer) on a connection, shared by the HTTP service and the socket.
+//! Whether a request is under way on a connection, shared by the HTTP service and the socket.
 
 use axum::body::Body;
 use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
-use parking_lot::Mutex;
 use std::{
     pin::Pin,
+    sync::atomic::{AtomicBool, Ordering},
     task::{Context, Poll, ready},
 };
 
-/// The current exchange. An HTTP/1.1 connection has one exchange at a time.
+/// The current exchange (request and answer). An HTTP/1.1 connection has one exchange at a time.
 #[derive(Default)]
-pub(super) struct Exchange(Mutex<State>);
-
-#[derive(Clone, Copy, Default)]
-pub(super) struct State {
-    pub(super) phase: Phase,
-    /// Whether the client understands interim responses (HTTP/1.1).
-    pub(super) interim: bool,
-}
-
-/// The phase of an exchange.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Phase {
-    /// The connection is idle, or the head of a request is arriving.
-    #[default]
-    Waiting,
-    /// The body of a request is arriving.
-    Reading,
-    /// The request is complete, and no byte of its answer has been sent.
-    Answering,
-    /// The answer is being sent.
-    Sending,
-}
+pub(super) struct Exchange(AtomicBool);
 
 impl Exchange {
-    pub(super) fn state(&self) -> State {
-        *self.0.lock()
+    /// Whether the head of a request is complete, and its answer has not ended.
+    pub(super) fn is_under_way(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
     }
 
-    /// Records that the head of a request is complete. `phase` is the phase that begins now.
-    pub(super) fn begin(&self, phase: Phase, interim: bool) {
-        *self.0.lock() = State { phase, interim };
+    pub(super) fn begin(&self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Records that the body of the request is complete or was dropped.
-    pub(super) fn request_is_read(&self) {
-        self.step(Phase::Reading, Phase::Answering);
-    }
-
-    /// Records that bytes of the answer are sent.
-    pub(super) fn sends(&self) {
-        self.step(Phase::Answering, Phase::Sending);
-    }
-
-    /// Records that the answer's body has ended.
     pub(super) fn end(&self) {
-        self.0.lock().phase = Phase::Waiting;
-    }
-
-    fn step(&self, from: Phase, to: Phase) {
-        let mut state = self.0.lock();
-        if state.phase == from {
-            state.phase = to;
-        }
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 

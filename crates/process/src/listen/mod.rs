@@ -18,13 +18,13 @@ pub use tls::{Tls, TlsFiles, TlsFilesError};
 use axum::{
     Router,
     body::Body,
-    http::{HeaderValue, Version, header},
+    http::{HeaderValue, header},
     response::Response,
 };
-use exchange::{Exchange, Phase, Watched};
+use exchange::{Exchange, Watched};
 use hyper::{
     Request,
-    body::{Body as _, Incoming},
+    body::Incoming,
     server::conn::http1,
     service::{Service, service_fn},
 };
@@ -155,13 +155,11 @@ impl Serving {
         let io = Timed::new(io, Arc::clone(&exchange), self.unread_max, self.drain.clone());
         let (routes, address) = (TowerToHyperService::new(self.routes), self.permit.address);
         let service = service_fn(move |mut request: Request<Incoming>| {
-            let has_body = !request.body().is_end_stream();
-            exchange.begin(if has_body { Phase::Reading } else { Phase::Answering }, request.version() != Version::HTTP_10);
+            exchange.begin();
             if let Some(address) = address {
                 request.extensions_mut().insert(address);
             }
-            let read = Arc::clone(&exchange);
-            let answer = routes.call(request.map(|body| Body::new(Watched::new(body, move || read.request_is_read()))));
+            let answer = routes.call(request.map(Body::new));
             let answered = Arc::clone(&exchange);
             let draining = self.drain.begun.clone();
             async move {

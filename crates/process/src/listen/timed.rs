@@ -1,11 +1,9 @@
-//! A connection's socket with HTTP's timeouts, and with a probe that finds out whether a client that has sent a FIN still reads.
-//! A request's head and the pause between requests have separate timeouts. hyper's `header_read_timeout` would be the same for both.
-//! A FIN before the answer begins may mean that the client has disconnected, or that it has closed only its sending half and still reads.
-//! Only a write shows the difference: a disconnected client answers with a reset, and the next write fails. So interim responses (`102
-//! Processing`) are written, which HTTP/1.1 clients skip. A FIN after the answer's first byte means that the client has disconnected. If
-//! the FIN came before that byte, a later disconnection is detected when a write of the answer fails.
+//! A connection's socket with HTTP's timeouts. A request's head and the pause between requests have separate timeouts. hyper's
+//! `header_read_timeout` would be the same for both.
+//!
+//! A FIN means that the client has disconnected, as with most servers: a client that closes only its sending half gets no answer.
 
-use super::exchange::{Exchange, Phase, State};
+use super::exchange::Exchange;
 use std::{
     io,
     pin::Pin,
@@ -25,10 +23,6 @@ const HEAD_MAX: Duration = Duration::from_secs(10);
 /// The maximum time between two requests. Load balancers close an idle connection after 60 s. They must close it before this process does,
 /// because a request that is sent while the process closes the connection would fail.
 const IDLE_MAX: Duration = Duration::from_secs(75);
-/// The first and the longest pause between interim responses. The pause doubles each time.
-const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
-const INTERIM: &[u8] = b"HTTP/1.1 102 Processing\r\n\r\n";
-
 /// When and how connections end because the process drains.
 #[derive(Clone)]
 pub struct Drain {
@@ -55,9 +49,6 @@ pub(super) struct Timed<S> {
     flushed: bool,
     /// Whether the client has closed its sending half.
     ended: bool,
-    /// Whether a probe has found that a client which closed its sending half before the answer began still reads.
-    half_closed: bool,
-    probe_pause: Duration,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -66,7 +57,6 @@ enum Wait {
     Idle,
     /// A draining process waits for the last request on the connection.
     Last,
-    Probe,
 }
 
 impl<S: AsyncRead + AsyncWrite> Timed<S> {
@@ -83,8 +73,6 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
             head_began: true,
             flushed: true,
             ended: false,
-            half_closed: false,
-            probe_pause: PROBE_PAUSES.0,
         }
     }
 
@@ -106,25 +94,6 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
             self.poll_wait(Wait::Idle, IDLE_MAX, cx)
         }
     }
-
-    /// Is ready when a client that has closed its sending half has disconnected.
-    fn poll_disconnected(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        loop {
-            if self.armed == Some(Wait::Probe) {
-                ready!(self.clock.as_mut().poll(cx));
-            }
-            match self.io.as_mut().poll_write(cx, INTERIM) {
-                Poll::Ready(Ok(written)) if written == INTERIM.len() => {}
-                // The buffers between this process and the client are full, so the client does not read.
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(()),
-            }
-            self.half_closed = true;
-            self.armed = Some(Wait::Probe);
-            self.clock.as_mut().reset(Instant::now() + self.probe_pause);
-            self.probe_pause = (self.probe_pause * 2).min(PROBE_PAUSES.1);
-        }
-    }
 }
 
 impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
@@ -143,17 +112,13 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
                 Poll::Pending => {}
             }
         }
-        let State { phase, interim } = this.exchange.state();
-        match (phase, this.ended) {
+        match this.exchange.is_under_way() {
             // Waits until the end of the previous answer has been flushed.
-            (Phase::Waiting, _) if !this.flushed => return Poll::Pending,
-            (Phase::Waiting | Phase::Reading, true) => {}
-            (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),
-            (Phase::Waiting, false) => ready!(this.poll_idle(cx)),
-            (Phase::Answering, true) if !interim => {}
-            (Phase::Sending, true) if !this.half_closed => {}
-            (Phase::Answering, true) if this.flushed => ready!(this.poll_disconnected(cx)),
-            (Phase::Reading, false) | (Phase::Answering | Phase::Sending, _) => return Poll::Pending,
+            false if !this.flushed => return Poll::Pending,
+            _ if this.ended => {}
+            true => return Poll::Pending,
+            false if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),
+            false => ready!(this.poll_idle(cx)),
         }
         Poll::Ready(Ok(()))
     }
@@ -179,8 +144,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         ready!(this.io.as_mut().poll_flush(cx))?;
-        if !std::mem::replace(&mut this.flushed, true) && matches!(this.exchange.state().phase, Phase::Waiting | Phase::Answering)
-        {
+        if !std::mem::replace(&mut this.flushed, true) && !this.exchange.is_under_way() {
             // The next wait begins now, and the next `poll_read` sets its clock.
             cx.waker().wake_by_ref();
         }
@@ -195,7 +159,6 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
 impl<S> Timed<S> {
     /// Records that hyper writes. The request has been read by then, so the next bytes that arrive belong to another request.
     fn note_write(&mut self) {
-        self.exchange.sends();
         (self.flushed, self.head_began, self.armed) = (false, false, None);
     }
 }
