@@ -44,6 +44,7 @@ pub(crate) struct FrontendMetrics {
     cancelled: Counter,
     pub(crate) migrations: Counter,
     pub(crate) ended_workers: Counter,
+    pub(crate) left_out_tools: Counter,
     pub(crate) rebooked: Counter,
     pub(crate) healthy_routers: Gauge,
     request_duration: Histogram,
@@ -117,6 +118,10 @@ impl FrontendMetrics {
             ended_workers: counter(
                 "tandem_frontend_requests_ended_workers_total",
                 "Requests refused because two workers ended or failed while they ran them.",
+            ),
+            left_out_tools: counter(
+                "tandem_frontend_left_out_tools_total",
+                "Tools of requests that the model does not see, because only other servers can run them.",
             ),
             rebooked: counter("tandem_frontend_rebooked_total", "Running requests booked again with another router."),
             healthy_routers: gauge("tandem_frontend_routers", "Routers that could place a request."),

@@ -2,18 +2,18 @@
 
 use super::{
     anthropic_fields::{Block, Blocks, Choice, OutputConfig, Thinking, Turn},
-    chat::Chat,
+    chat::{Chat, EFFORTS, efforts},
     fields::{Bounded, MESSAGES_MAX, Stop},
     parameters::{ChatRequest, MessagesRequest},
-    tools::{RawChoice, RawTools},
+    tools::{Definition, RawChoice, RawTools},
 };
 use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
 
-/// The beginning of a block that a client puts before its system prompt for Anthropic's billing. It differs in every request, so it would
-/// keep the rest of the prompt from being found in a cache.
+/// The beginning of a line that a client puts before its system prompt for Anthropic's billing, in a block of its own or not. It differs in every
+/// request, so it would keep the rest of the prompt from being found in a cache.
 const BILLING: &str = "x-anthropic-billing-header";
 /// The variables with which chat templates switch thinking on and off.
 const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
@@ -58,7 +58,19 @@ impl MessagesRequest {
         let OutputConfig { effort, format } = self.output_config.take().unwrap_or_default();
         let (choice, parallel) = self.tool_choice.take().map_or(Ok((None, None)), Choice::check)?;
         let Bounded(tools) = self.tools.take().unwrap_or_default();
-        let tools = RawTools { tools: Some(Bounded(tools.into_iter().map(chat_tool).collect())), choice, parallel };
+        let (tools, mut left_out) = chat_tools(tools);
+        let tools = RawTools { tools, choice, parallel };
+        // The effort is a setting of the whole agent, whatever model it uses.
+        let is_useless = |effort: &String| {
+            EFFORTS.contains(&effort.as_str()) && !efforts(model.template.as_deref()).contains(&effort.as_str())
+        };
+        let effort = match effort {
+            Some(effort) if is_useless(&effort) => {
+                left_out.push("output_config.effort".to_owned());
+                None
+            }
+            effort => effort,
+        };
         let stop = self.stop_sequences.take();
         let check = || {
             let mut chat = ChatRequest::from(self.take_common()?);
@@ -74,7 +86,7 @@ impl MessagesRequest {
         };
         let chat = check().map_err(|error| error.renamed(name))?;
         chat.options.check_one_text()?;
-        Ok(chat)
+        Ok(Chat { left_out, ..chat })
     }
 }
 
@@ -118,12 +130,23 @@ impl Choice {
     }
 }
 
-/// Returns a tool's definition as it is in a chat. A tool of Anthropic's own keeps its type, by which it is refused later.
+/// Returns the definitions of tools as they are in a chat, and the names of those that are left out: tools of Anthropic's own, such as
+/// `web_search_20250305`, which its servers run or only its models know.
+fn chat_tools(tools: Vec<Value>) -> (Vec<Definition>, Vec<String>) {
+    let (mut definitions, mut left_out) = (Vec::with_capacity(tools.len()), Vec::new());
+    for (index, tool) in tools.into_iter().enumerate() {
+        match tool["type"].as_str() {
+            Some(kind) if kind != "custom" => left_out.push(format!("tools.{kind}")),
+            _ => definitions.push(Definition { at: format!("tools[{index}]"), value: chat_tool(tool) }),
+        }
+    }
+    left_out.dedup();
+    (definitions, left_out)
+}
+
+/// Returns a tool's definition as it is in a chat.
 fn chat_tool(tool: Value) -> Value {
     let Value::Object(mut tool) = tool else { return tool };
-    if let Some(Value::String(kind)) = tool.get("type").filter(|kind| *kind != "custom") {
-        return json!({ "type": kind });
-    }
     let mut function = Map::new();
     for (name, chat) in [("name", "name"), ("description", "description"), ("input_schema", "parameters"), ("strict", "strict")] {
         function.extend(tool.remove(name).map(|value| (chat.to_owned(), value)));
@@ -158,7 +181,7 @@ fn messages(system: Option<Blocks>, turns: Option<Bounded<Turn, MESSAGES_MAX>>) 
 
 fn system_text(system: Blocks) -> Result<String, RequestError> {
     let blocks = match system {
-        Blocks::Text(text) => return Ok(text),
+        Blocks::Text(text) => return Ok(without_billing(&text).to_owned()),
         Blocks::List(blocks) => blocks,
     };
     let texts = blocks.into_iter().enumerate().map(|(index, block)| {
@@ -166,7 +189,16 @@ fn system_text(system: Blocks) -> Result<String, RequestError> {
         if block.kind.as_deref() != Some("text") { Err(block.refused(&at)) } else { block.text(&at) }
     });
     let texts = texts.collect::<Result<Vec<_>, _>>()?;
-    Ok(texts.into_iter().filter(|text| !text.starts_with(BILLING)).collect::<Vec<_>>().join("\n"))
+    let texts = texts.iter().filter(|text| !text.starts_with(BILLING) || text.contains('\n')).map(|text| without_billing(text));
+    Ok(texts.collect::<Vec<_>>().join("\n"))
+}
+
+/// Returns the text without a first line for Anthropic's billing.
+fn without_billing(text: &str) -> &str {
+    match text.starts_with(BILLING) {
+        true => text.split_once('\n').map_or("", |(_, rest)| rest.trim_start_matches('\n')),
+        false => text,
+    }
 }
 
 impl Turn {
@@ -196,6 +228,8 @@ impl Turn {
             match (block.kind.as_deref(), role) {
                 (Some("text"), _) => message.add_text(&block.text(&at)?),
                 (Some("thinking"), Role::Assistant) => message.add_reasoning(&block.thinking.unwrap_or_default()),
+                // The thinking of another server's model, which only that server can read.
+                (Some("redacted_thinking"), Role::Assistant) => {}
                 (Some("tool_use"), Role::Assistant) => message.tool_calls.push(block.call(&at)?),
                 // A result is a message of its own, before the text that follows it.
                 (Some("tool_result"), Role::User) => {
@@ -232,7 +266,7 @@ impl Block {
     fn result(self, at: &str) -> Result<Message, RequestError> {
         let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let id = self.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
-        let mut text = self.content.text(&format!("{at}.content"), &["text"])?.unwrap_or_default();
+        let mut text = self.content.result_text(&format!("{at}.content"))?;
         // Chat templates have no other place for this.
         if self.is_error == Some(true) {
             text.insert_str(0, "Error: ");

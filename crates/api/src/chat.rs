@@ -7,7 +7,7 @@ use super::{
     messages,
     options::{self, Options},
     parameters::{ChatRequest, DOCUMENTS_MAX},
-    tools::RawTools,
+    tools::{RawTools, definitions},
 };
 use crate::error::{Problem, RequestError, at_most};
 use serde_json::{Map, Value};
@@ -34,6 +34,8 @@ pub struct Chat {
     pub conversation: Conversation,
     /// Whether the answer shows the model's reasoning.
     pub include_reasoning: bool,
+    /// The names of what the request has and the answer does not take into account.
+    pub left_out: Vec<String>,
 }
 
 /// A conversation's tokens, and how the answer to it is split.
@@ -51,7 +53,11 @@ impl ChatRequest {
     /// A parameter is missing, out of range or not supported.
     pub fn check(mut self, model: &ServedModel) -> Result<Chat, RequestError> {
         let messages = messages::check(self.messages.take())?;
-        let tools = RawTools { tools: self.tools.take(), choice: self.tool_choice.take(), parallel: self.parallel_tool_calls };
+        let tools = RawTools {
+            tools: definitions(self.tools.take())?,
+            choice: self.tool_choice.take(),
+            parallel: self.parallel_tool_calls,
+        };
         self.check_with(messages, tools, model)
     }
 
@@ -80,7 +86,8 @@ impl ChatRequest {
         options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
         let include_reasoning = self.include_reasoning.unwrap_or(true);
-        Ok(Chat { options, max_tokens, limit_param, conversation: Conversation { messages, tools, template }, include_reasoning })
+        let conversation = Conversation { messages, tools, template };
+        Ok(Chat { options, max_tokens, limit_param, conversation, include_reasoning, left_out: Vec::new() })
     }
 
     fn template_options(&mut self, model: &ServedModel) -> Result<TemplateOptions, RequestError> {
@@ -108,9 +115,11 @@ impl ChatRequest {
     }
 }
 
+/// All efforts of reasoning. A template without any takes the first two.
+pub(crate) const EFFORTS: [&str; 7] = ["none", "medium", "minimal", "low", "high", "xhigh", "max"];
+
 /// Returns the efforts of reasoning that the model's chat template knows.
 pub fn efforts(template: Option<&ChatTemplate>) -> &'static [&'static str] {
-    const EFFORTS: [&str; 7] = ["none", "medium", "minimal", "low", "high", "xhigh", "max"];
     let knows = |name: &str| template.is_some_and(|template| template.reads(name));
     if knows("reasoning_effort") || SWITCHES.into_iter().any(knows) { &EFFORTS } else { &EFFORTS[..2] }
 }

@@ -116,6 +116,14 @@ impl RequestError {
         }
     }
 
+    /// Returns the error without new names of its field.
+    pub fn original(&self) -> &Self {
+        match self {
+            Self::Renamed { error, .. } => error.original(),
+            error => error,
+        }
+    }
+
     /// Returns the field at fault, if the error is of one field.
     pub fn param(&self) -> Option<&str> {
         match self {

@@ -32,6 +32,17 @@ impl Ignored {
         }
     }
 
+    /// Adds a name of something else that the answer does not take into account.
+    pub fn add_name(&mut self, name: &str) {
+        let mut shown = String::new();
+        write_name(name, &mut shown);
+        if self.names.len() < NAMES_MAX {
+            self.names.insert(shown);
+        } else {
+            self.further = true;
+        }
+    }
+
     /// Returns the fields that were also ignored when the body was parsed as another type.
     pub fn also_in(mut self, other: &Self) -> Self {
         self.names.retain(|name| other.names.contains(name));
@@ -44,6 +55,13 @@ impl Ignored {
         let names: Vec<_> = self.names.iter().map(String::as_str).chain(further).collect();
         (!names.is_empty()).then(|| names.join(", "))
     }
+}
+
+/// Appends a part of a name. Characters that are unusual in names become `?`.
+fn write_name(part: &str, name: &mut String) {
+    let usual = |char: char| if char.is_ascii_alphanumeric() || "_-.:/".contains(char) { char } else { '?' };
+    let room = NAME_BYTES_MAX.saturating_sub(name.len());
+    name.extend(part.chars().take(room).map(usual));
 }
 
 /// Appends the path's name. Characters that are unusual in names become `?`, so that the name is ASCII and has no comma.
@@ -59,9 +77,7 @@ fn write(path: &Path<'_>, name: &mut String) {
             if !name.is_empty() {
                 name.push('.');
             }
-            let usual = |char: char| if char.is_ascii_alphanumeric() || "_-.:/".contains(char) { char } else { '?' };
-            let room = NAME_BYTES_MAX.saturating_sub(name.len());
-            name.extend(key.chars().take(room).map(usual));
+            write_name(key, name);
             if key.is_empty() {
                 name.push('?');
             }

@@ -1,6 +1,7 @@
 //! Clients' requests and their checks. Errors name the field at fault. A known parameter that is not supported is refused if its value
 //! would change the answer. Unknown fields are ignored, and a header of the answer names them.
 
+pub mod agents;
 pub mod anthropic;
 mod anthropic_fields;
 mod calls;

@@ -9,7 +9,7 @@ use crate::error::{Problem, RequestError, at_most};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{
     Deserialize,
-    de::{self, SeqAccess, Visitor},
+    de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
@@ -66,6 +66,46 @@ pub(crate) struct Part {
     kind: Option<String>,
     text: Option<String>,
     refusal: Option<String>,
+    /// The tool that a part of type `tool_reference` names.
+    tool_name: Option<String>,
+    title: Option<String>,
+    /// The texts of a part of type `search_result`.
+    #[serde(default)]
+    content: Content,
+    #[serde(default)]
+    source: Source,
+}
+
+/// The source of a document: a plain text, or something that a model of texts cannot read.
+#[derive(Default)]
+enum Source {
+    #[default]
+    Other,
+    Text(String),
+}
+
+readable! {
+    [] Source, deserialize_any, "any value",
+
+    fn visit_str<E: de::Error>(self, _: &str) -> Result<Source, E> {
+        Ok(Source::Other)
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Source, E> {
+        Ok(Source::Other)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Source, A::Error> {
+        let (mut kind, mut data) = (None, None);
+        while let Some(key) = object.next_key::<String>()? {
+            match key.as_str() {
+                "type" => kind = object.next_value::<Option<String>>()?,
+                "data" => data = object.next_value::<Option<String>>()?,
+                _ => drop(object.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(data.filter(|_| kind.as_deref() == Some("text")).map_or(Source::Other, Source::Text))
+    }
 }
 
 readable! {
@@ -220,6 +260,37 @@ impl Content {
         };
         let texts = parts.into_iter().enumerate().map(part).collect::<Result<Vec<_>, _>>()?;
         Ok(Some(texts.join("\n")))
+    }
+}
+
+impl Content {
+    /// Returns the text of a tool's result. A result stays in the conversation, so a part that the model cannot read must not end the conversation: it
+    /// becomes a text that names it.
+    ///
+    /// # Errors
+    /// A part is incomplete.
+    pub(crate) fn result_text(self, at: &str) -> Result<String, RequestError> {
+        let parts = match self {
+            Self::None => return Ok(String::new()),
+            Self::Text(text) => return Ok(text),
+            Self::Parts(parts) => parts,
+        };
+        let part = |(index, part): (usize, Part)| {
+            let at = format!("{at}[{index}]");
+            let kind = part.kind.ok_or_else(|| RequestError::invalid(format!("{at}.type"), Problem::Missing))?;
+            let titled = |text: String| part.title.iter().cloned().chain([text]).collect::<Vec<_>>().join("\n");
+            Ok(match (kind.as_str(), part.source) {
+                ("text" | "input_text" | "output_text", _) => {
+                    part.text.ok_or_else(|| RequestError::invalid(format!("{at}.text"), Problem::Missing))?
+                }
+                ("tool_reference", _) => format!("[tool: {}]", part.tool_name.unwrap_or_default()),
+                ("search_result", _) => titled(part.content.result_text(&format!("{at}.content"))?),
+                ("document", Source::Text(text)) => titled(text),
+                _ => format!("[{kind} omitted: the model reads only text]"),
+            })
+        };
+        let texts = parts.into_iter().enumerate().map(part).collect::<Result<Vec<_>, RequestError>>()?;
+        Ok(texts.join("\n"))
     }
 }
 

@@ -1,8 +1,10 @@
 //! The request of `/v1/responses`, which is converted to a chat.
 
 use super::{
+    agents::{Converted, INPUT, Origin, visible},
     chat::Chat,
     fields::{Bounded, MESSAGES_MAX, Whole},
+    messages::Content,
     parameters::{ChatRequest, ResponsesRequest},
     responses_fields::{INCLUDE_MAX, Input, Item},
     tools::RawTools,
@@ -10,6 +12,7 @@ use super::{
 use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
 
 /// The limits of OpenAI's API for `metadata`.
@@ -37,6 +40,8 @@ pub struct Responses {
     pub chat: Chat,
     /// The fields of the answer's object that repeat the request.
     pub repeated: Map<String, Value>,
+    /// The tools that the client knows under another name or in another form, by the name that the model sees.
+    pub origins: BTreeMap<String, Origin>,
 }
 
 /// Returns the name that a field of a chat has in this API.
@@ -62,8 +67,11 @@ impl ResponsesRequest {
         let repeated = self.repeated()?;
         let format = self.text.take().and_then(|text| text.format).map(chat_format);
         let Bounded(tools) = self.tools.take().unwrap_or_default();
+        let Converted { functions, origins, left_out } = Converted::responses(tools)?;
+        let mut left_out: Vec<String> = left_out.into_iter().map(|kind| format!("tools.{kind}")).collect();
+        left_out.extend(self.ignored_text());
         let tools = RawTools {
-            tools: Some(Bounded(tools.into_iter().map(chat_tool).collect())),
+            tools: functions,
             choice: self.tool_choice.take().map(chat_choice).transpose()?,
             parallel: self.parallel_tool_calls,
         };
@@ -77,7 +85,7 @@ impl ResponsesRequest {
         };
         let chat = check().map_err(|error| error.renamed(name))?;
         chat.options.check_one_text()?;
-        Ok(Responses { chat, repeated })
+        Ok(Responses { chat: Chat { left_out, ..chat }, repeated, origins })
     }
 
     /// Checks the parameters for which this server has one value.
@@ -89,18 +97,27 @@ impl ResponsesRequest {
         if self.truncation.as_deref().is_some_and(|truncation| truncation != "disabled") {
             return rule("truncation", "must be 'disabled': this server removes no items from the input");
         }
+        // Answers have the reasoning itself, whatever summary is wanted.
         let summary = self.reasoning.as_ref().and_then(|reasoning| {
-            let of = |name, value: &Option<String>| value.as_deref().filter(|value| *value != "auto").map(|_| name);
+            let is_unknown = |value: &&str| !["auto", "concise", "detailed", "none"].contains(value);
+            let of = |name, value: &Option<String>| value.as_deref().filter(is_unknown).map(|_| name);
             of("reasoning.summary", &reasoning.summary).or(of("reasoning.generate_summary", &reasoning.generate_summary))
         });
         if let Some(param) = summary {
-            return rule(param, "must be 'auto' or absent: answers have the reasoning itself, and no summary of it");
+            let allowed = "'auto', 'concise', 'detailed', 'none'";
+            return Err(RequestError::invalid(param, Problem::Choice { allowed }));
         }
         let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
-        if verbosity.is_some_and(|verbosity| verbosity != "medium") {
-            return Err(RequestError::invalid("text.verbosity", Problem::Unsupported));
+        if verbosity.is_some_and(|verbosity| !["low", "medium", "high"].contains(&verbosity)) {
+            return Err(RequestError::invalid("text.verbosity", Problem::Choice { allowed: "'low', 'medium', 'high'" }));
         }
         Ok(())
+    }
+
+    /// Returns the name of the wanted verbosity if it has no effect.
+    fn ignored_text(&self) -> Option<String> {
+        let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
+        verbosity.filter(|verbosity| *verbosity != "medium").map(|_| "text.verbosity".to_owned())
     }
 
     fn wants_logprobs(&self) -> Result<bool, RequestError> {
@@ -168,17 +185,6 @@ impl ResponsesRequest {
     }
 }
 
-/// Returns a function's definition as it is in a chat. Other tools are returned as they are, and refused later by their type.
-fn chat_tool(mut tool: Value) -> Value {
-    if tool["type"] != "function" || !tool["function"].is_null() {
-        return tool;
-    }
-    if let Value::Object(function) = &mut tool {
-        function.remove("type");
-    }
-    json!({ "type": "function", "function": tool })
-}
-
 /// Returns a format of the text as it is in a chat.
 fn chat_format(mut format: Value) -> Value {
     if format["type"] != "json_schema" || !format["json_schema"].is_null() {
@@ -191,9 +197,12 @@ fn chat_format(mut format: Value) -> Value {
 }
 
 fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, RequestError> {
-    let function = |tool: &Value| json!({ "type": tool["type"], "function": { "name": tool["name"] } });
+    let function = |tool: &Value| {
+        let name = tool["name"].as_str().map(|name| visible(tool["namespace"].as_str(), name));
+        json!({ "type": "function", "function": { "name": name } })
+    };
     let choice = match choice["type"].as_str() {
-        Some("function") => function(&choice),
+        Some("function" | "custom") => function(&choice),
         Some("allowed_tools") => {
             let tools: Vec<Value> = choice["tools"].as_array().into_iter().flatten().map(function).collect();
             json!({ "type": "allowed_tools", "allowed_tools": { "mode": choice["mode"], "tools": tools } })
@@ -255,34 +264,41 @@ impl Item {
                     Some(text) => Some(text),
                     None => self.summary.text(&param("summary"), &["summary_text"])?,
                 };
-                let text = text.unwrap_or_default();
-                if text.is_empty() && self.encrypted_content.is_some() {
-                    let rule = "cannot be read by this server; leave the item out, or send the reasoning in 'content'";
-                    return Err(RequestError::invalid(param("encrypted_content"), Problem::Rule { rule }));
-                }
-                if !text.is_empty() {
+                // Encrypted reasoning is another server's, which only that server can read.
+                if let Some(text) = text.filter(|text| !text.is_empty()) {
                     assistant(messages, |message| message.content.is_none() && message.tool_calls.is_empty())
                         .add_reasoning(&text);
                 }
             }
             Some("function_call") => {
-                let name = self.name.ok_or_else(|| missing("name"))?;
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
+                let name = visible(self.namespace.as_deref(), &self.name.ok_or_else(|| missing("name"))?);
                 let arguments = ToolCall::arguments(&self.arguments.ok_or_else(|| missing("arguments"))?);
                 assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }
-            Some("function_call_output") => {
+            Some("custom_tool_call") => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
-                let text = self.output.text(&param("output"), &["input_text", "output_text", "text"])?;
-                let text = text.ok_or_else(|| missing("output"))?;
+                let name = visible(self.namespace.as_deref(), &self.name.ok_or_else(|| missing("name"))?);
+                let input = self.input.ok_or_else(|| missing("input"))?;
+                let arguments = Map::from_iter([(INPUT.to_owned(), input.into())]);
+                assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
+            }
+            Some("function_call_output" | "custom_tool_call_output") => {
+                let id = self.call_id.ok_or_else(|| missing("call_id"))?;
+                if matches!(self.output, Content::None) {
+                    return Err(missing("output"));
+                }
+                let text = self.output.result_text(&param("output"))?;
                 messages.push(Message { tool_call_id: Some(id), ..Message::new(Role::Tool, text) });
             }
+            // The calls of hosted tools and their results, which no template can render.
+            Some(kind) if kind.ends_with("_call") || kind.ends_with("_call_output") => {}
             Some("item_reference") => {
                 let rule = "refers to a stored item, but this server stores none; send the item itself";
                 return Err(RequestError::invalid(at, Problem::Rule { rule }));
             }
             Some(_) => {
-                let allowed = "'message', 'reasoning', 'function_call', 'function_call_output'";
+                let allowed = "'message', 'reasoning', 'function_call', 'function_call_output', 'custom_tool_call', 'custom_tool_call_output'";
                 return Err(RequestError::invalid(param("type"), Problem::Choice { allowed }));
             }
         }

@@ -28,10 +28,11 @@ pub(crate) struct Item {
     pub(crate) content: Content,
     #[serde(default)]
     pub(crate) summary: Content,
-    pub(crate) encrypted_content: Option<String>,
     pub(crate) call_id: Option<String>,
     pub(crate) name: Option<String>,
+    pub(crate) namespace: Option<String>,
     pub(crate) arguments: Option<String>,
+    pub(crate) input: Option<String>,
     #[serde(default)]
     pub(crate) output: Content,
 }

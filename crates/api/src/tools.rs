@@ -19,9 +19,24 @@ pub(crate) const TOOLS_MAX: usize = 1024;
 
 /// The fields of a request that concern tools.
 pub(crate) struct RawTools {
-    pub(crate) tools: Option<Bounded<Value, TOOLS_MAX>>,
+    pub(crate) tools: Vec<Definition>,
     pub(crate) choice: Option<RawChoice>,
     pub(crate) parallel: Option<bool>,
+}
+
+/// The definition of a tool as it is in a chat.
+#[derive(Debug)]
+pub(crate) struct Definition {
+    /// The field of the request that has it, for errors.
+    pub(crate) at: String,
+    pub(crate) value: Value,
+}
+
+/// Returns the tools of a chat.
+pub(crate) fn definitions(tools: Option<Bounded<Value, TOOLS_MAX>>) -> Result<Vec<Definition>, RequestError> {
+    let Bounded(given) = tools.unwrap_or_default();
+    at_most("tools", given.len(), TOOLS_MAX, "tools")?;
+    Ok(given.into_iter().enumerate().map(|(index, value)| Definition { at: format!("tools[{index}]"), value }).collect())
 }
 
 #[derive(Deserialize)]
@@ -116,15 +131,13 @@ impl RawTools {
     /// # Errors
     /// A tool is incomplete, or the choice names a tool that the request does not have.
     pub(crate) fn check(self) -> Result<Tools, RequestError> {
-        let Bounded(given) = self.tools.unwrap_or_default();
-        at_most("tools", given.len(), TOOLS_MAX, "tools")?;
         let mut names = HashSet::new();
-        let mut list = Vec::with_capacity(given.len());
-        for (index, definition) in given.into_iter().enumerate() {
-            let tool = tool(definition, &format!("tools[{index}]"))?;
+        let mut list = Vec::with_capacity(self.tools.len());
+        for Definition { at, value } in self.tools {
+            let tool = tool(value, &at)?;
             if !names.insert(tool.name.clone()) {
                 let rule = "is the name of another tool, too; give each tool a name of its own";
-                return Err(RequestError::invalid(format!("tools[{index}].function.name"), Problem::Rule { rule }));
+                return Err(RequestError::invalid(format!("{at}.function.name"), Problem::Rule { rule }));
             }
             list.push(tool);
         }
@@ -238,6 +251,7 @@ mod tests {
     fn read(tools: Value, choice: Value) -> Result<Tools, String> {
         let tools = serde_json::from_value(tools).map_err(|error| error.to_string())?;
         let choice = serde_json::from_value(choice).map_err(|error| error.to_string())?;
+        let tools = definitions(tools).map_err(|error| error.to_string())?;
         RawTools { tools, choice, parallel: None }.check().map_err(|error| error.to_string())
     }
 

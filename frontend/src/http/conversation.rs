@@ -18,6 +18,7 @@ use tandem_text::ServedModel;
 /// # Errors
 /// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
 pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, style: Style) -> Result<Job, ApiError> {
+    leave_out(incoming, &chat);
     check(&served.model, &chat)?;
     incoming.reserve(1, &chat.options)?;
     incoming.check_constraint(&chat.options).await?;
@@ -47,9 +48,19 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
 ///
 /// # Errors
 /// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
-pub(super) async fn count(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<usize, ApiError> {
+pub(super) async fn count(incoming: &mut Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<usize, ApiError> {
+    leave_out(incoming, &chat);
     check(model, &chat)?;
     Ok(encode(incoming, model, chat).await?.1.tokens.len())
+}
+
+/// Records what the answer does not take into account, which a header of the answer names.
+fn leave_out(incoming: &mut Incoming, chat: &Chat) {
+    for name in &chat.left_out {
+        incoming.ignored.get_or_insert_default().add_name(name);
+    }
+    let tools = chat.left_out.iter().filter(|name| name.starts_with("tools.")).count();
+    incoming.app.metrics.left_out_tools.increment(tools as u64);
 }
 
 fn check(model: &ServedModel, chat: &Chat) -> Result<(), RequestError> {

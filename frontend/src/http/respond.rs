@@ -31,7 +31,7 @@ fn format(style: Style, run: Run, stream: Option<StreamUsage>) -> Box<dyn Format
         (Style::Choices(choices), Some(usage)) => Box::new(Chunks { run, choices, usage }),
         (Style::Choices(format), None) => Box::new(Whole::new(run, format)),
         (Style::Generated(_), stream) => Box::new(Generated::new(run, stream)),
-        (Style::Response(request), stream) => Box::new(ResponseFormat::new(run, stream.is_some(), request)),
+        (Style::Response(request, origins), stream) => Box::new(ResponseFormat::new(run, stream.is_some(), request, origins)),
         (Style::Message, stream) => Box::new(Message::new(run, stream.is_some())),
     }
 }

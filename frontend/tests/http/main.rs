@@ -1,6 +1,7 @@
 //! Tests of the frontend's HTTP API with a fake cluster.
 #![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime, and real sockets take real time")]
 
+mod agents;
 mod answers;
 mod bodies;
 mod browsers;

@@ -187,7 +187,8 @@ async fn malformed_messages_are_refused_in_anthropics_shape() {
     for (body, named) in [
         (json!({ "model": "m", "messages": [{ "role": "user", "content": "a" }] }), "max_tokens"),
         (message(json!({ "max_tokens": 0 })), "max_tokens"),
-        (message(json!({ "max_tokens": 600 })), "maximum context length"),
+        (message(json!({ "max_tokens": 600 })), "input length and `max_tokens` exceed context limit: "),
+        (message(json!({ "messages": [{ "role": "user", "content": "x".repeat(600) }] })), "prompt is too long: "),
         (message(json!({ "messages": [] })), "messages"),
         (message(json!({ "messages": [{ "role": "tool", "content": "a" }] })), "messages[0].role"),
         (message(json!({ "messages": [{ "role": "user" }] })), "messages[0].content"),
@@ -199,11 +200,16 @@ async fn malformed_messages_are_refused_in_anthropics_shape() {
         (block(json!({ "type": "tool_use", "id": "a", "name": "b", "input": {} })), "'tool_use'"),
         (block(json!({ "type": "tool_result", "content": "a" })), "messages[0].content[1].tool_use_id"),
         (
-            block(json!({ "type": "tool_result", "tool_use_id": "t", "content": [{ "type": "image" }] })),
+            block(json!({ "type": "tool_result", "tool_use_id": "t", "content": [{ "text": "x" }] })),
             "messages[0].content[1].content[0]",
         ),
         (message(json!({ "system": [{ "type": "image" }] })), "system[0]"),
-        (message(json!({ "tools": [{ "type": "web_search_20250305", "name": "web_search" }] })), "tools[0].type"),
+        (
+            message(
+                json!({ "tools": [{ "type": "web_search_20250305", "name": "web_search" }], "tool_choice": { "type": "any" } }),
+            ),
+            "tool_choice",
+        ),
         (message(json!({ "tools": [{ "input_schema": {} }] })), "tools[0].name"),
         (message(json!({ "tools": [{ "name": "a", "input_schema": 1 }] })), "tools[0].input_schema"),
         (message(json!({ "tool_choice": { "type": "some" } })), "tool_choice.type"),

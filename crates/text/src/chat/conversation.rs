@@ -1,9 +1,11 @@
 //! A checked conversation, and the variables that it has in a chat template.
 
 mod hermes;
+mod system;
 
 use super::{Message, Tools, message::MessageForm};
 use serde_json::{Map, Value};
+pub use system::SystemPlaces;
 
 /// The messages and tools of a request, with the client's options for rendering them.
 #[derive(Clone, Debug)]
@@ -34,8 +36,10 @@ pub struct TemplateOptions {
 pub struct Abilities {
     /// The form in which the template reads messages; `None` if it cannot render tools, tool calls and their results.
     pub tools: Option<MessageForm>,
-    /// Whether the template renders a system message.
-    pub system: bool,
+    /// Where the template renders system messages.
+    pub system: SystemPlaces,
+    /// Whether messages of user and assistant have to alternate.
+    pub alternates: bool,
 }
 
 impl Default for TemplateOptions {
@@ -47,19 +51,23 @@ impl Default for TemplateOptions {
 
 impl Conversation {
     /// Returns the variables for a template with these abilities. Tools, calls and results that the template cannot render become texts of the
-    /// system, assistant and user messages.
+    /// system, assistant and user messages, and system messages that it cannot render become messages of the user in the same place.
     pub fn variables(&self, abilities: Abilities) -> Map<String, Value> {
         let mut variables = self.template.variables.clone();
-        let (messages, tools) = match abilities.tools {
-            Some(form) => {
-                let tools: Vec<Value> = self.tools.list.iter().map(|tool| tool.definition.clone()).collect();
-                (self.messages.iter().map(|message| message.for_template(&form)).collect(), tools)
-            }
+        let mut messages = match abilities.tools {
+            Some(_) => self.messages.clone(),
+            None => hermes::messages(&self.messages),
+        };
+        system::place(&mut messages, abilities.system, abilities.alternates);
+        let tools: Vec<Value> = match abilities.tools {
+            Some(_) => self.tools.list.iter().map(|tool| tool.definition.clone()).collect(),
             None => {
-                let messages = hermes::messages(&self.messages, &self.tools.list, abilities.system);
-                (messages.iter().map(|message| message.for_template(&MessageForm::default())).collect(), Vec::new())
+                hermes::describe(&mut messages, &self.tools.list, abilities.system != SystemPlaces::Never);
+                Vec::new()
             }
         };
+        let form = abilities.tools.unwrap_or_default();
+        let messages = messages.iter().map(|message| message.for_template(&form)).collect();
         let or_null = |list: Vec<Value>| if list.is_empty() { Value::Null } else { Value::Array(list) };
         variables.insert("messages".to_owned(), messages);
         variables.insert("tools".to_owned(), or_null(tools));

@@ -5,7 +5,7 @@ mod message;
 mod output;
 mod tool;
 
-pub use conversation::{Abilities, Conversation, TemplateOptions};
+pub use conversation::{Abilities, Conversation, SystemPlaces, TemplateOptions};
 pub use message::{Message, MessageForm, Role, ToolCall};
 pub use output::{OutputFormat, OutputParser, Piece, Pieces, ReasoningFormat, ToolFormat};
 pub use output::{ReasoningParser, ToolCallParser};

@@ -1,7 +1,9 @@
 //! Finds out what a template can render, by rendering short conversations.
 
 use super::{ChatTemplate, RenderError};
-use crate::chat::{Abilities, Conversation, Message, MessageForm, Role, TemplateOptions, Tool, ToolCall, ToolChoice, Tools};
+use crate::chat::{
+    Abilities, Conversation, Message, MessageForm, Role, SystemPlaces, TemplateOptions, Tool, ToolCall, ToolChoice, Tools,
+};
 use serde_json::{Map, json};
 
 /// The names in the test conversations, which no template contains.
@@ -27,11 +29,30 @@ pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abiliti
         }
     };
     let text = |role, text: &str| Message::new(role, text);
-    let [user, answer] = [Role::User, Role::Assistant].map(|role| text(role, "a"));
+    let user = text(Role::User, "a");
     let without = |messages: Vec<Message>| rendered(messages, Tools::default(), Abilities::default());
     without(vec![user.clone()])?;
-    let system = without(vec![text(Role::System, NAME), user.clone(), answer, user.clone()])?;
-    let system = system.is_some_and(|text| text.contains(NAME));
+    let turns = |turns: &[(Role, &str)]| without(turns.iter().map(|(role, content)| text(*role, content)).collect());
+    let ordered = |expected: &[(Role, &str)]| {
+        let in_order = |rendered: String| {
+            expected.iter().try_fold(&*rendered, |rest, (_, content)| rest.split_once(content).map(|(_, rest)| rest)).is_some()
+        };
+        Ok(turns(expected)?.is_some_and(in_order))
+    };
+    let (system, asked, answered, last) = ((Role::System, NAME), (Role::User, "q1"), (Role::Assistant, "a1"), (Role::User, "q2"));
+    let head = (Role::System, "s1");
+    // Some templates render the system message at the head next to the last question.
+    let system = if turns(&[system, asked, answered, last])?.is_none_or(|text| !text.contains(NAME)) {
+        SystemPlaces::Never
+    } else if ordered(&[head, system, asked])?
+        && ordered(&[head, asked, system])?
+        && ordered(&[head, asked, answered, system, last])?
+    {
+        SystemPlaces::Anywhere
+    } else {
+        SystemPlaces::First
+    };
+    let alternates = !ordered(&[asked, last])?;
 
     let tool = Tool::function(NAME.to_owned(), Some("b".to_owned()), json!({ "type": "object", "properties": {} }));
     let tools = Tools { list: vec![tool], choice: ToolChoice::Auto, parallel: true };
@@ -42,7 +63,7 @@ pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abiliti
     let forms = [(false, false), (true, false), (false, true), (true, true)];
     for (null_content, text_arguments) in forms {
         let form = MessageForm { null_content, text_arguments };
-        let able = Abilities { tools: Some(form), system };
+        let able = Abilities { tools: Some(form), system, alternates };
         if rendered(vec![user.clone()], tools.clone(), able)?.is_none_or(|text| !text.contains(NAME)) {
             break;
         }
@@ -51,7 +72,7 @@ pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abiliti
             return Ok(able);
         }
     }
-    Ok(Abilities { tools: None, system })
+    Ok(Abilities { tools: None, system, alternates })
 }
 
 #[cfg(test)]

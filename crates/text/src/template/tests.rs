@@ -19,14 +19,14 @@ fn chatml_template_renders_roles_and_contents() {
 
 #[test]
 fn template_supports_python_methods_trimmed_blocks_and_raise_exception() {
-    let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if m.role == 'system' %}\n{{ raise_exception('no system') }}\n\
+    let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if m.content == 'x' %}\n{{ raise_exception('no x') }}\n\
                   {% endif %}\n{{ m.content.strip() | upper }}\n{% endfor %}";
     let template = ChatTemplate::new(source, "<s>", "</s>").expect("the template compiles");
     assert_eq!(render(&template, &[(Role::User, " hi ")], 1 << 10).expect("the template renders"), "<s>\nHI\n");
-    let Err(RenderError::Refused(refused)) = render(&template, &[(Role::System, "x")], 1 << 10) else {
+    let Err(RenderError::Refused(refused)) = render(&template, &[(Role::User, "x")], 1 << 10) else {
         panic!("the template must raise an exception");
     };
-    assert_eq!(refused.detail(), Some("no system"));
+    assert_eq!(refused.detail(), Some("no x"));
 }
 
 #[test]

@@ -52,9 +52,27 @@ pub(super) fn body(error: &ApiError, request_id: &str) -> Value {
         status if status.is_client_error() => "invalid_request_error",
         _ => "api_error",
     };
-    let mut body = json!({ "type": "error", "error": { "type": kind, "message": error.message() }, "request_id": request_id });
+    let message = context_message(error).unwrap_or_else(|| error.message());
+    let mut body = json!({ "type": "error", "error": { "type": kind, "message": message }, "request_id": request_id });
     if matches!(error, ApiError::Request(RequestError::Invalid { param, .. }) if param == "thread") {
         body["error"]["details"] = json!({ "error_code": THREAD_UNSUPPORTED });
     }
     body
+}
+
+/// Returns Anthropic's text for a request that does not fit into the context. Clients look for it, and send fewer tokens then.
+fn context_message(error: &ApiError) -> Option<String> {
+    let ApiError::Request(error) = error else { return None };
+    let too_long = |tokens: usize, max: u32| format!("prompt is too long: {tokens} tokens > {max} maximum");
+    match error.original() {
+        RequestError::ContextLength { context_length, prompt_tokens, .. } if prompt_tokens >= context_length => {
+            Some(too_long(*prompt_tokens as usize, *context_length))
+        }
+        RequestError::ContextLength { context_length, prompt_tokens, new_tokens, .. } => Some(format!(
+            "input length and `max_tokens` exceed context limit: {prompt_tokens} + {new_tokens} > {context_length}, decrease input length \
+             or `max_tokens` and try again"
+        )),
+        RequestError::PromptLength { context_length, tokens_min, .. } => Some(too_long(*tokens_min, *context_length)),
+        _ => None,
+    }
 }

@@ -1,10 +1,13 @@
 //! Writes answers in the format of OpenAI's Responses API: an object with a list of output items. The events of a stream build the same
 //! object step by step.
 
-use super::super::{
-    answer::Run,
-    format::{ChatToken, Logprobs},
-    sse::{Format, write_named},
+use super::{
+    super::{
+        answer::Run,
+        format::{ChatToken, Logprobs},
+        sse::{Format, write_named},
+    },
+    input::CustomInput,
 };
 use crate::{
     clock::unix_time,
@@ -13,6 +16,8 @@ use crate::{
     usage::Usage,
 };
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use tandem_api::agents::{INPUT, Origin};
 use tandem_text::chat::Piece;
 
 pub(in crate::http) struct ResponseFormat {
@@ -20,6 +25,8 @@ pub(in crate::http) struct ResponseFormat {
     streamed: bool,
     /// The fields of the object that repeat the request.
     request: Map<String, Value>,
+    /// The client's own tools, by the names that the model sees.
+    origins: BTreeMap<String, Origin>,
     items: Vec<Item>,
     /// Whether the last item may still grow.
     open: bool,
@@ -32,8 +39,10 @@ pub(in crate::http) struct ResponseFormat {
 struct Item {
     id: String,
     content: ItemContent,
-    /// The text, the reasoning or the arguments.
+    /// The text, the reasoning, or the arguments or input of a call.
     text: String,
+    /// Reads the input of a custom tool from its arguments.
+    input: Option<CustomInput>,
     logprobs: Vec<ChatToken>,
     status: &'static str,
 }
@@ -42,12 +51,12 @@ struct Item {
 enum ItemContent {
     Reasoning,
     Message,
-    Call { id: String, name: String },
+    Call { id: String, tool: Origin },
 }
 
 impl ResponseFormat {
-    pub(in crate::http) fn new(run: Run, streamed: bool, request: Map<String, Value>) -> Self {
-        Self { run, streamed, request, items: Vec::new(), open: false, finish: None, sequence_number: 0 }
+    pub(in crate::http) fn new(run: Run, streamed: bool, request: Map<String, Value>, origins: BTreeMap<String, Origin>) -> Self {
+        Self { run, streamed, request, origins, items: Vec::new(), open: false, finish: None, sequence_number: 0 }
     }
 
     /// Returns the whole object.
@@ -86,7 +95,10 @@ impl ResponseFormat {
                     self.continue_with(out, ItemContent::Message);
                     self.grow(out, &text, logprobs.take().unwrap_or_default());
                 }
-                Piece::ToolCall { id, name, .. } => self.begin(out, ItemContent::Call { id, name }),
+                Piece::ToolCall { id, name, .. } => {
+                    let tool = self.origins.get(&name).cloned().unwrap_or_else(|| Origin { name, ..Origin::default() });
+                    self.begin(out, ItemContent::Call { id, tool });
+                }
                 Piece::Arguments { text, .. } => self.grow(out, &text, Vec::new()),
             }
         }
@@ -105,11 +117,13 @@ impl ResponseFormat {
         let prefix = match content {
             ItemContent::Reasoning => "rs",
             ItemContent::Message => "msg",
+            ItemContent::Call { tool: Origin { is_custom: true, .. }, .. } => "ctc",
             ItemContent::Call { .. } => "fc",
         };
         let index = self.items.len();
         let id = format!("{prefix}_{}_{index}", self.run.request_id);
-        let item = Item { id, content, text: String::new(), logprobs: Vec::new(), status: "in_progress" };
+        let input = content.is_custom().then(CustomInput::default);
+        let item = Item { id, content, text: String::new(), input, logprobs: Vec::new(), status: "in_progress" };
         let (added, part) = (item.json(), item.part());
         self.items.push(item);
         self.open = true;
@@ -123,7 +137,14 @@ impl ResponseFormat {
     fn grow(&mut self, out: &mut Vec<u8>, text: &str, logprobs: Vec<TokenLogprobs>) {
         let logprobs = Logprobs { model: &self.run.model, tokens: &logprobs, as_ids: false }.tokens();
         let Some(item) = self.items.last_mut() else { return };
-        item.text.push_str(text);
+        let text = match &mut item.input {
+            Some(input) => input.push(text),
+            None => text.to_owned(),
+        };
+        if text.is_empty() && item.input.is_some() {
+            return;
+        }
+        item.text.push_str(&text);
         let event = match item.content {
             ItemContent::Reasoning => json!({ "content_index": 0, "delta": text }),
             ItemContent::Message => json!({ "content_index": 0, "delta": text, "logprobs": logprobs }),
@@ -140,11 +161,19 @@ impl ResponseFormat {
             return;
         }
         let Some(item) = self.items.last_mut() else { return };
+        let rest = item.input.as_mut().map(CustomInput::finish).filter(|rest| !rest.is_empty());
+        if let Some(rest) = rest {
+            item.text.push_str(&rest);
+            let kind = item.content.event();
+            self.item_event(out, &format!("{kind}.delta"), json!({ "delta": rest }));
+        }
+        let Some(item) = self.items.last_mut() else { return };
         item.status = status;
         let done = match &item.content {
             ItemContent::Reasoning => json!({ "content_index": 0, "text": item.text }),
             ItemContent::Message => json!({ "content_index": 0, "text": item.text, "logprobs": item.logprobs }),
-            ItemContent::Call { name, .. } => json!({ "name": name, "arguments": item.text }),
+            ItemContent::Call { tool, .. } if tool.is_custom => json!({ "input": item.text }),
+            ItemContent::Call { tool, .. } => json!({ "name": tool.name, "arguments": item.text }),
         };
         let (kind, part, item) = (item.content.event(), item.part(), item.json());
         self.item_event(out, &format!("{kind}.done"), done);
@@ -215,8 +244,13 @@ impl ItemContent {
         match self {
             Self::Reasoning => "response.reasoning_text",
             Self::Message => "response.output_text",
+            Self::Call { .. } if self.is_custom() => "response.custom_tool_call_input",
             Self::Call { .. } => "response.function_call_arguments",
         }
+    }
+
+    fn is_custom(&self) -> bool {
+        matches!(self, Self::Call { tool, .. } if tool.is_custom)
     }
 }
 
@@ -232,9 +266,14 @@ impl Item {
             ItemContent::Message => {
                 json!({ "type": "message", "id": id, "status": status, "role": "assistant", "content": parts })
             }
-            ItemContent::Call { id: call_id, name } => json!({
-                "type": "function_call", "id": id, "call_id": call_id, "name": name, "arguments": text, "status": status,
-            }),
+            ItemContent::Call { id: call_id, tool: Origin { namespace, name, is_custom } } => {
+                let (kind, field) = if *is_custom { ("custom_tool_call", INPUT) } else { ("function_call", "arguments") };
+                let mut call = json!({ "type": kind, "id": id, "call_id": call_id, "name": name, field: text, "status": status });
+                if let Some(namespace) = namespace {
+                    call["namespace"] = namespace.as_str().into();
+                }
+                call
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 //! OpenAI's Responses API: `POST /v1/responses` and `POST /v1/responses/input_tokens`. No answer is stored.
 
 pub(super) mod format;
+mod input;
 
 use super::{
     app::App,
@@ -34,8 +35,10 @@ pub(super) async fn count_tokens(State(app): State<Arc<App>>, request: Request) 
 async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: ResponsesRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
-    let Responses { chat, repeated } = request.check(&served.model)?;
-    conversation::job(incoming, served, chat, Style::Response(repeated)).await.map_err(|error| error.renamed(responses::name))
+    let Responses { chat, repeated, origins } = request.check(&served.model)?;
+    conversation::job(incoming, served, chat, Style::Response(repeated, origins))
+        .await
+        .map_err(|error| error.renamed(responses::name))
 }
 
 async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {

@@ -4,9 +4,8 @@
 use crate::chat::{Message, Role, Tool};
 use serde_json::{Value, json};
 
-/// Returns the messages without tool calls and tool messages. If there are `tools`, the system message describes them, or the first user message if
-/// the template has no system message.
-pub(super) fn messages(given: &[Message], tools: &[Tool], system: bool) -> Vec<Message> {
+/// Returns the messages without tool calls and tool messages.
+pub(super) fn messages(given: &[Message]) -> Vec<Message> {
     let mut messages: Vec<Message> = Vec::with_capacity(given.len() + 1);
     let mut follows_result = false;
     for message in given {
@@ -22,9 +21,6 @@ pub(super) fn messages(given: &[Message], tools: &[Tool], system: bool) -> Vec<M
             messages.push(with_calls_as_text(message));
         }
         follows_result = is_result;
-    }
-    if !tools.is_empty() {
-        describe(&mut messages, tools, system);
     }
     messages
 }
@@ -50,7 +46,11 @@ fn with_calls_as_text(message: &Message) -> Message {
     plain
 }
 
-fn describe(messages: &mut Vec<Message>, tools: &[Tool], system: bool) {
+/// Describes the tools, if there are any, in the system message at the head, or in the first user message if the template has no system message.
+pub(super) fn describe(messages: &mut Vec<Message>, tools: &[Tool], system: bool) {
+    if tools.is_empty() {
+        return;
+    }
     let list: Vec<String> = tools.iter().map(|tool| Value::to_string(&tool.definition)).collect();
     let description = format!(
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within \
@@ -60,8 +60,10 @@ fn describe(messages: &mut Vec<Message>, tools: &[Tool], system: bool) {
         list.join("\n")
     );
     let role = if system { Role::System } else { Role::User };
-    match messages.iter_mut().find(|message| message.role == role) {
-        Some(first) if system => append(first, "\n\n", &description),
+    if let Some(first) = messages.first_mut().filter(|first| system && first.role == role) {
+        return append(first, "\n\n", &description);
+    }
+    match messages.iter_mut().find(|message| !system && message.role == role) {
         Some(first) => first.content = Some(format!("{description}\n\n{}", text(first))),
         None => messages.insert(0, Message::new(role, description)),
     }

@@ -22,7 +22,7 @@ fn conversation() -> Conversation {
 
 #[test]
 fn template_that_renders_tools_gets_messages_as_transformers_passes_them() {
-    let variables = |form| conversation().variables(Abilities { tools: Some(form), system: true });
+    let variables = |form| conversation().variables(Abilities { tools: Some(form), ..Abilities::default() });
     let function =
         |arguments: Value| json!({ "type": "function", "function": { "name": "f", "arguments": arguments }, "id": "c1" });
     let object = variables(MessageForm::default());
@@ -54,7 +54,8 @@ fn template_that_renders_tools_gets_messages_as_transformers_passes_them() {
 fn template_without_tools_receives_tools_as_texts() {
     let definition = r#"{"type":"function","function":{"name":"f","description":"d","parameters":{"type":"object"}}}"#;
     let contents = |conversation: &Conversation, system| -> Vec<(String, String)> {
-        let variables = conversation.variables(Abilities { tools: None, system });
+        let system = if system { SystemPlaces::First } else { SystemPlaces::Never };
+        let variables = conversation.variables(Abilities { system, ..Abilities::default() });
         assert_eq!(variables["tools"], Value::Null);
         let text = |message: &Value, field: &str| message[field].as_str().expect("the field is a text").to_owned();
         let messages = variables["messages"].as_array().expect("the messages are a list");

@@ -1,4 +1,5 @@
 use super::*;
+use std::{collections::BTreeMap, fs, path::Path};
 
 const HEAD: &str = "{% if tools %}{{ tools | tojson }}{% endif %}";
 
@@ -29,7 +30,7 @@ fn probes_find_out_how_a_template_reads_tool_calls() {
         (mistral, forms(false, false)),
     ] {
         let found = abilities(&format!("{HEAD}{source}"));
-        assert_eq!(found, Abilities { tools: form, system: true }, "{source}");
+        assert_eq!(found, Abilities { tools: form, ..Abilities::default() }, "{source}");
         assert_eq!(abilities(source).tools, None, "without the list of tools: {source}");
     }
 }
@@ -37,11 +38,67 @@ fn probes_find_out_how_a_template_reads_tool_calls() {
 #[test]
 fn template_without_tools_or_system_message_is_recognized() {
     let plain = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}";
-    assert_eq!(abilities(plain), Abilities { tools: None, system: true });
+    assert_eq!(abilities(plain), Abilities::default());
     // The template shows the list of tools, but neither calls nor results.
     let half = format!("{HEAD}{{% for m in messages %}}{{{{ m.role }}}}{{% endfor %}}");
     assert_eq!(abilities(&half).tools, None);
     let gemma = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}";
-    assert_eq!(abilities(gemma), Abilities { tools: None, system: false });
-    assert_eq!(ChatTemplate::chatml().abilities(), Abilities { tools: None, system: true });
+    assert_eq!(abilities(gemma), Abilities { system: SystemPlaces::Never, ..Abilities::default() });
+    assert_eq!(ChatTemplate::chatml().abilities(), Abilities::default());
+}
+
+/// The templates of real models, of which many refuse or move system messages in the middle of a conversation.
+#[test]
+fn system_messages_are_rendered_in_place_by_all_templates() {
+    use SystemPlaces::{Anywhere, First, Never};
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ci/goldens/templates");
+    let mut found = BTreeMap::new();
+    let files = fs::read_dir(folder).expect("the folder is readable").flatten();
+    for entry in files.filter(|entry| entry.path().extension().is_some_and(|ending| ending == "jinja")) {
+        let source = fs::read_to_string(entry.path()).expect("the template is readable");
+        let template = ChatTemplate::new(&source, "<s>", "</s>").expect("the template compiles");
+        let name = entry.path().file_stem().expect("it is a file").to_string_lossy().into_owned();
+        let abilities = template.abilities();
+        let message = |(role, text): (Role, &str)| Message::new(role, text);
+        let render = |messages: &[(Role, &str)], begins_answer| {
+            let messages = messages.iter().copied().map(message).collect();
+            let options = TemplateOptions { add_generation_prompt: begins_answer, ..TemplateOptions::default() };
+            let conversation = Conversation { messages, tools: Tools::default(), template: options };
+            let text = template.render(conversation.variables(abilities), 1 << 20);
+            text.unwrap_or_else(|error| panic!("{name} refuses {:?}: {error:?}", conversation.messages))
+        };
+        let all = [
+            (Role::System, "S1"),
+            (Role::System, "S2"),
+            (Role::User, "U1"),
+            (Role::System, "S3"),
+            (Role::Assistant, "A1"),
+            (Role::System, "S4"),
+            (Role::User, "U2"),
+            (Role::System, "S5"),
+        ];
+        let last = render(&all, true);
+        // Mistral Nemo's template renders the system message at the head next to the last question.
+        let moves_head = name == "mistral-nemo";
+        let find = |text: &str| last.find(text).unwrap_or_else(|| panic!("{name} does not render {text}"));
+        let places: Vec<usize> = all.iter().map(|(_, text)| find(text)).skip(if moves_head { 2 } else { 0 }).collect();
+        assert!(places.is_sorted(), "{name}: {last}");
+        // Each turn's prompt is the beginning of the next one's, but for what begins the answer.
+        let first = render(&all[..4], false);
+        assert!(moves_head || last.starts_with(first.trim_end()), "{name}:\n{first}\n\n{last}");
+        found.insert(name, (abilities.system, abilities.alternates));
+    }
+    let expected = [
+        ("qwen-3", (Anywhere, false)),
+        ("qwen-3.5", (First, false)),
+        ("llama-3.1", (Anywhere, false)),
+        ("gemma-2", (Never, true)),
+        ("mistral-nemo", (First, true)),
+        ("deepseek-v3.1", (First, false)),
+        ("gpt-oss", (First, false)),
+    ];
+    for (name, abilities) in expected {
+        assert_eq!(found[name], abilities, "{name}");
+    }
+    assert_eq!(found.len(), 19);
 }

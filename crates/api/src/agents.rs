@@ -1,0 +1,192 @@
+//! What coding agents send besides functions: tools in namespaces, tools whose input is free text (`custom`), and tools that other servers run
+//! themselves (hosted ones, such as `web_search`).
+//!
+//! The model sees functions only. A tool of a namespace has the name `NAMESPACE__NAME`; a custom tool is a function with one text, `input`. Hosted
+//! tools are left out.
+
+use crate::{
+    error::{Problem, RequestError, at_most},
+    tools::{Definition, TOOLS_MAX},
+};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+/// The parameter of the function that stands for a custom tool.
+pub const INPUT: &str = "input";
+
+/// A tool as the client knows it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// The namespace; `None`: the tool is in none.
+    pub namespace: Option<String>,
+    /// The name within the namespace.
+    pub name: String,
+    /// Whether its input is a free text.
+    pub is_custom: bool,
+}
+
+/// The tools of a request, as the model sees them.
+#[derive(Debug, Default)]
+pub(crate) struct Converted {
+    /// The definitions of functions as they are in a chat.
+    pub(crate) functions: Vec<Definition>,
+    /// The tools that the client knows under another name or in another form, by the name that the model sees.
+    pub(crate) origins: BTreeMap<String, Origin>,
+    /// The types of tools that were left out, each once.
+    pub(crate) left_out: Vec<String>,
+}
+
+/// Returns the name under which the model sees a tool.
+pub(crate) fn visible(namespace: Option<&str>, name: &str) -> String {
+    namespace.map_or_else(|| name.to_owned(), |namespace| format!("{namespace}__{name}"))
+}
+
+impl Converted {
+    /// Converts the tools of a request of OpenAI's Responses API.
+    ///
+    /// # Errors
+    /// A tool is incomplete, or there are too many.
+    pub(crate) fn responses(tools: Vec<Value>) -> Result<Self, RequestError> {
+        let mut converted = Self::default();
+        for (index, tool) in tools.into_iter().enumerate() {
+            converted.add(tool, None, &format!("tools[{index}]"))?;
+        }
+        at_most("tools", converted.functions.len(), TOOLS_MAX, "tools")?;
+        Ok(converted)
+    }
+
+    fn add(&mut self, mut tool: Value, namespace: Option<&str>, at: &str) -> Result<(), RequestError> {
+        let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
+        let text = |tool: &Value, field: &str| tool[field].as_str().map(str::to_owned);
+        let kind = tool["type"].as_str().unwrap_or("function").to_owned();
+        match kind.as_str() {
+            "namespace" if namespace.is_none() => {
+                let name = text(&tool, "name").filter(|name| !name.is_empty()).ok_or_else(|| missing("name"))?;
+                let Value::Array(tools) = tool["tools"].take() else { return Err(missing("tools")) };
+                at_most(&format!("{at}.tools"), tools.len(), TOOLS_MAX, "tools")?;
+                for (index, tool) in tools.into_iter().enumerate() {
+                    self.add(tool, Some(&name), &format!("{at}.tools[{index}]"))?;
+                }
+            }
+            "custom" => {
+                let name = text(&tool, "name").filter(|name| !name.is_empty()).ok_or_else(|| missing("name"))?;
+                let function = json!({
+                    "name": name,
+                    "description": custom_description(&tool),
+                    "parameters": {
+                        "type": "object", "properties": { INPUT: { "type": "string" } }, "required": [INPUT], "additionalProperties": false,
+                    },
+                });
+                self.push(function, namespace, true, at);
+            }
+            "function" => {
+                // Some clients send a function as in a chat.
+                let function = if tool["function"].is_object() { tool["function"].take() } else { without_type(tool) };
+                self.push(function, namespace, false, at);
+            }
+            _ => self.leave_out(kind),
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, mut function: Value, namespace: Option<&str>, is_custom: bool, at: &str) {
+        let name = function["name"].as_str().unwrap_or_default().to_owned();
+        if namespace.is_some() || is_custom {
+            let visible = visible(namespace, &name);
+            function["name"] = visible.as_str().into();
+            self.origins.insert(visible, Origin { namespace: namespace.map(str::to_owned), name, is_custom });
+        }
+        self.functions.push(Definition { at: at.to_owned(), value: json!({ "type": "function", "function": function }) });
+    }
+
+    pub(crate) fn leave_out(&mut self, kind: String) {
+        if !self.left_out.contains(&kind) {
+            self.left_out.push(kind);
+        }
+    }
+}
+
+/// Returns the description of a custom tool, with the form of its input.
+fn custom_description(tool: &Value) -> String {
+    let mut description = tool["description"].as_str().unwrap_or_default().to_owned();
+    let format = &tool["format"];
+    if let Some(definition) = format["definition"].as_str() {
+        let syntax = format["syntax"].as_str().unwrap_or("given");
+        description.push_str(&format!("\n\nThe text `{INPUT}` must match this {syntax} grammar:\n{definition}"));
+    }
+    description
+}
+
+fn without_type(tool: Value) -> Value {
+    let Value::Object(members) = tool else { return tool };
+    Value::Object(members.into_iter().filter(|(name, _)| name != "type").collect::<Map<_, _>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn converted(tools: Value) -> Result<Converted, String> {
+        Converted::responses(tools.as_array().expect("the tools are a list").clone()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn model_sees_functions_and_the_client_its_own_tools() {
+        let function = |name: &str| json!({ "type": "function", "name": name, "parameters": { "type": "object" } });
+        let grammar = json!({ "type": "grammar", "syntax": "lark", "definition": "start: \"x\"" });
+        let found = converted(json!([
+            function("f"),
+            { "type": "custom", "name": "patch", "description": "d", "format": grammar },
+            { "type": "namespace", "name": "mcp", "description": "d", "tools": [function("f"), { "type": "custom", "name": "c" }] },
+            { "type": "web_search" },
+            { "type": "image_generation", "x": 1 },
+            { "type": "web_search", "y": 2 },
+        ]))
+        .expect("the tools are valid");
+        let names: Vec<&Value> = found.functions.iter().map(|function| &function.value["function"]["name"]).collect();
+        assert_eq!(names, ["f", "patch", "mcp__f", "mcp__c"]);
+        let at: Vec<&str> = found.functions.iter().map(|function| &*function.at).collect();
+        assert_eq!(at, ["tools[0]", "tools[1]", "tools[2].tools[0]", "tools[2].tools[1]"]);
+        assert_eq!(found.functions[0].value["function"], json!({ "name": "f", "parameters": { "type": "object" } }));
+        let custom = &found.functions[1].value["function"];
+        assert_eq!(custom["parameters"]["required"], json!(["input"]));
+        let description = custom["description"].as_str().expect("it is a text");
+        assert!(description.starts_with("d\n") && description.ends_with("lark grammar:\nstart: \"x\""), "{description}");
+        let origin = |namespace: Option<&str>, name: &str, is_custom| Origin {
+            namespace: namespace.map(str::to_owned),
+            name: name.to_owned(),
+            is_custom,
+        };
+        assert_eq!(
+            found.origins,
+            BTreeMap::from([
+                ("patch".to_owned(), origin(None, "patch", true)),
+                ("mcp__f".to_owned(), origin(Some("mcp"), "f", false)),
+                ("mcp__c".to_owned(), origin(Some("mcp"), "c", true)),
+            ])
+        );
+        assert_eq!(found.left_out, ["web_search", "image_generation"]);
+    }
+
+    #[test]
+    fn incomplete_tools_are_refused_by_their_place() {
+        for (tools, expected) in [
+            (json!([{ "type": "custom" }]), "'tools[0].name' is required"),
+            (json!([{ "type": "web_search" }, { "type": "namespace", "tools": [] }]), "'tools[1].name' is required"),
+            (json!([{ "type": "namespace", "name": "n" }]), "'tools[0].tools' is required"),
+            (
+                json!([{ "type": "namespace", "name": "n", "tools": [{ "type": "custom" }] }]),
+                "'tools[0].tools[0].name' is required",
+            ),
+        ] {
+            let error = converted(tools).expect_err(expected);
+            assert!(error.contains(expected), "{error}");
+        }
+        let many = vec![json!({ "type": "function", "name": "f" }); TOOLS_MAX];
+        let two = json!([{ "type": "namespace", "name": "a", "tools": many }, { "type": "function", "name": "f" }]);
+        assert!(converted(two).expect_err("there are too many").contains("at most 1024 tools"));
+        // A namespace within a namespace is no tool that the client could run.
+        let nested = json!([{ "type": "namespace", "name": "a", "tools": [{ "type": "namespace", "name": "b", "tools": [] }] }]);
+        assert_eq!(converted(nested).expect("it is left out").left_out, ["namespace"]);
+    }
+}

@@ -1,0 +1,144 @@
+//! Puts system messages where a template can render them. Coding agents send some in the middle of a conversation, which many templates refuse or
+//! move to the head.
+//!
+//! A message is never moved to the head: the head would change in each turn, and nothing that follows it would be found in the cache again. It stays
+//! in its place as a marked message of the user.
+
+use crate::chat::{Message, Role};
+
+/// Where a template renders system messages, in their order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SystemPlaces {
+    /// Nowhere.
+    Never,
+    /// Only one, as the first message.
+    First,
+    /// Everywhere.
+    #[default]
+    Anywhere,
+}
+
+/// Changes the system messages that the template cannot render. Those at the head become one message, if the template renders one there. All others
+/// become messages of the user, with a mark. If user and assistant have to alternate (`alternates`), such a text becomes a part of the message before
+/// it, or of the message after it if the one before is the assistant's.
+pub(super) fn place(messages: &mut Vec<Message>, places: SystemPlaces, alternates: bool) {
+    if places == SystemPlaces::Anywhere {
+        return;
+    }
+    let mut placed: Vec<Message> = Vec::with_capacity(messages.len());
+    // A text that becomes a part of the next message.
+    let mut waiting: Option<Message> = None;
+    for message in messages.drain(..) {
+        let is_head = placed.iter().all(|placed| placed.role == Role::System) && waiting.is_none();
+        if message.role == Role::System && places == SystemPlaces::First && is_head {
+            match placed.first_mut() {
+                Some(first) => append(first, &message),
+                None => placed.push(message),
+            }
+        } else if message.role == Role::System {
+            let marked = marked(&message);
+            match placed.last_mut().filter(|_| alternates) {
+                _ if let Some(waiting) = &mut waiting => append(waiting, &marked),
+                Some(last) if matches!(last.role, Role::User | Role::Tool) => append(last, &marked),
+                _ if alternates => waiting = Some(marked),
+                _ => placed.push(marked),
+            }
+        } else {
+            match waiting.take() {
+                Some(mut before) if message.role == Role::User => {
+                    append(&mut before, &message);
+                    placed.push(Message { content: before.content, ..message });
+                }
+                Some(before) => placed.extend([before, message]),
+                None => placed.push(message),
+            }
+        }
+    }
+    placed.extend(waiting);
+    *messages = placed;
+}
+
+/// Returns the message as one of the user.
+fn marked(message: &Message) -> Message {
+    Message::new(Role::User, format!("<system>\n{}\n</system>", message.content.as_deref().unwrap_or_default()))
+}
+
+fn append(message: &mut Message, more: &Message) {
+    let content = message.content.get_or_insert_default();
+    if !content.is_empty() {
+        content.push_str("\n\n");
+    }
+    content.push_str(more.content.as_deref().unwrap_or_default());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Writes and reads messages as `s:text`, with the role's first letter.
+    fn messages(short: &[&str]) -> Vec<Message> {
+        let role = |letter| match letter {
+            "s" => Role::System,
+            "u" => Role::User,
+            "a" => Role::Assistant,
+            _ => Role::Tool,
+        };
+        short.iter().filter_map(|text| text.split_once(':')).map(|(letter, text)| Message::new(role(letter), text)).collect()
+    }
+
+    fn placed(short: &[&str], places: SystemPlaces, alternates: bool) -> Vec<String> {
+        let mut messages = messages(short);
+        place(&mut messages, places, alternates);
+        let text = |message: &Message| message.content.clone().unwrap_or_default().replace('\n', "/");
+        messages.iter().map(|message| format!("{}:{}", &message.role.label()[..1], text(message))).collect()
+    }
+
+    #[test]
+    fn system_messages_stay_in_place() {
+        use SystemPlaces::{Anywhere, First, Never};
+        let given = ["s:A", "s:B", "u:1", "s:C", "a:2", "s:D", "s:E", "u:3", "t:4", "s:F"];
+        assert_eq!(placed(&given, Anywhere, true), given);
+        let [c, d, e, f] = ["C", "D", "E", "F"].map(|text| format!("<system>/{text}/</system>"));
+        assert_eq!(
+            placed(&given, First, false),
+            ["s:A//B", "u:1", &format!("u:{c}"), "a:2", &format!("u:{d}"), &format!("u:{e}"), "u:3", "t:4", &format!("u:{f}")]
+        );
+        assert_eq!(
+            placed(&given, First, true),
+            ["s:A//B", &format!("u:1//{c}"), "a:2", &format!("u:{d}//{e}//3"), &format!("t:4//{f}")]
+        );
+        let [a, b] = ["A", "B"].map(|text| format!("<system>/{text}/</system>"));
+        assert_eq!(placed(&given, Never, true)[0], format!("u:{a}//{b}//1//{c}"));
+        assert_eq!(placed(&given, Never, false)[..3], [format!("u:{a}"), format!("u:{b}"), "u:1".to_owned()]);
+        assert_eq!(placed(&["s:A"], Never, true), [format!("u:{a}")]);
+        assert_eq!(placed(&["s:A", "a:1"], Never, true), [format!("u:{a}"), "a:1".to_owned()]);
+    }
+
+    /// What a turn has sent stays the same in all later turns, so that its KV is found again.
+    #[test]
+    fn earlier_messages_do_not_change_when_the_conversation_goes_on() {
+        let mut random = 1_u64;
+        let mut next = |below: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 33) % below
+        };
+        for _ in 0..2_000 {
+            let mut given: Vec<String> = Vec::new();
+            let mut before: Option<Vec<String>> = None;
+            let (places, alternates) = ([SystemPlaces::Never, SystemPlaces::First][next(2) as usize], next(2) == 0);
+            for turn in 0..6 {
+                if turn > 0 {
+                    given.push(format!("a:{turn}"));
+                }
+                // A turn of the client ends with its question or a tool's result, which system messages may precede or follow.
+                given.extend((0..next(3)).map(|number| format!("s:{turn}.{number}")));
+                given.push(format!("{}:{turn}", if turn > 0 && next(3) == 0 { "t" } else { "u" }));
+                given.extend((0..next(3)).map(|number| format!("s:{turn}+{number}")));
+                let short: Vec<&str> = given.iter().map(String::as_str).collect();
+                let found = placed(&short, places, alternates);
+                assert!(before.is_none_or(|before| found.starts_with(&before)), "{given:?}: {found:?}");
+                before = Some(found);
+            }
+        }
+    }
+}
