@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks the CUDA back end on a machine with an NVIDIA GPU, and measures its speed.
-#   bench/gpu.sh build       on a machine with Rust and pip: writes the files for the other machine to target/gpu (about 60 MB)
+#   bench/gpu.sh build       on a machine with Rust and pip: writes the files for the other machine to target/gpu (about 60 MB), and packed to
+#                            target/gpu.tar.xz (about 25 MB); one of the two has to be on the machine with the GPU
 #   bench/gpu.sh [PART...]   on the machine with the GPU, which needs Python with numpy (and torch and transformers for the comparison with
 #                            them), but no network. Parts, in the order of a first run: smoke, right, kernels, speed, handoff, turns,
 #                            sanitize; without parts it runs all of them. Each part has its own time limit, and every result is written at
@@ -28,8 +29,13 @@ if [ "${1:-}" = build ]; then
     libraries=$(echo target/gpu/venv/lib/python3*/site-packages/nvidia/cu13/lib)
     LD_LIBRARY_PATH="$PWD/$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" target/gpu/venv/bin/python bench/gpu.py target/gpu compile
     rm -rf target/gpu/venv
-    ls -l target/gpu target/gpu/kernels
+    rm -f target/gpu/results.jsonl
+    tar -C target -c gpu | xz -T0 -6 >target/gpu.tar.xz
+    ls -l target/gpu target/gpu/kernels target/gpu.tar.xz
     exit
+fi
+if [ ! -x target/gpu/cuda ] && [ -e target/gpu.tar.xz ]; then
+    tar -C target -xJf target/gpu.tar.xz
 fi
 if [ ! -x target/gpu/cuda ] || [ ! -x target/gpu/tandem ]; then
     echo "bench/gpu.sh: target/gpu is not complete: run bench/gpu.sh build on a machine with Rust" >&2

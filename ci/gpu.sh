@@ -38,5 +38,5 @@ chmod +x "$folder/sanitizer"
 export LD_LIBRARY_PATH="$folder/lib" BENCH_SANITIZER="$folder/sanitizer"
 # The compiled kernels of the emulated GPU must not get into the user's cache.
 export XDG_CACHE_HOME="$folder/cache"
-export EMULATED_GPU_SOURCES="$PWD/engine/src/cuda/emulation" EMULATED_GPU_BUILT="$folder/built"
+export EMULATED_GPU_SOURCES="$PWD/crates/engine/src/cuda/emulation" EMULATED_GPU_BUILT="$folder/built"
 PYTHONPATH=bench PYTHONDONTWRITEBYTECODE=1 exec "$folder/venv/bin/python" ci/gpu/dry_run.py "$folder/bench"
