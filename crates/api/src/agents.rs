@@ -9,7 +9,7 @@ use crate::{
     tools::{Definition, TOOLS_MAX},
 };
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The parameter of the function that stands for a custom tool.
 pub const INPUT: &str = "input";
@@ -32,8 +32,10 @@ pub(crate) struct Converted {
     pub(crate) functions: Vec<Definition>,
     /// The tools that the client knows under another name or in another form, by the name that the model sees.
     pub(crate) origins: BTreeMap<String, Origin>,
-    /// The types of tools that were left out, each once.
-    pub(crate) left_out: Vec<String>,
+    /// The types of tools that were left out.
+    pub(crate) left_out: BTreeSet<String>,
+    /// The number of tools so far, with those that are left out.
+    count: usize,
 }
 
 /// Returns the name under which the model sees a tool.
@@ -51,75 +53,93 @@ impl Converted {
         for (index, tool) in tools.into_iter().enumerate() {
             converted.add(tool, None, &format!("tools[{index}]"))?;
         }
-        at_most("tools", converted.functions.len(), TOOLS_MAX, "tools")?;
         Ok(converted)
     }
 
-    fn add(&mut self, mut tool: Value, namespace: Option<&str>, at: &str) -> Result<(), RequestError> {
-        let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
-        let text = |tool: &Value, field: &str| tool[field].as_str().map(str::to_owned);
-        let kind = tool["type"].as_str().unwrap_or("function").to_owned();
+    fn add(&mut self, tool: Value, namespace: Option<&str>, at: &str) -> Result<(), RequestError> {
+        self.count += 1;
+        at_most("tools", self.count, TOOLS_MAX, "tools")?;
+        let object = "must be an object: the definition of a tool";
+        let Value::Object(mut tool) = tool else { return Err(RequestError::invalid(at, Problem::Rule { rule: object })) };
+        let kind = match tool.remove("type") {
+            None => "function".to_owned(),
+            Some(Value::String(kind)) => kind,
+            Some(_) => {
+                return Err(RequestError::invalid(
+                    format!("{at}.type"),
+                    Problem::Rule { rule: "must be a text: the type of the tool" },
+                ));
+            }
+        };
         match kind.as_str() {
             "namespace" if namespace.is_none() => {
-                let name = text(&tool, "name").filter(|name| !name.is_empty()).ok_or_else(|| missing("name"))?;
-                let Value::Array(tools) = tool["tools"].take() else { return Err(missing("tools")) };
-                at_most(&format!("{at}.tools"), tools.len(), TOOLS_MAX, "tools")?;
+                let name = name(&tool, at)?;
+                let Some(Value::Array(tools)) = tool.remove("tools") else {
+                    return Err(RequestError::invalid(format!("{at}.tools"), Problem::Missing));
+                };
                 for (index, tool) in tools.into_iter().enumerate() {
                     self.add(tool, Some(&name), &format!("{at}.tools[{index}]"))?;
                 }
             }
             "custom" => {
-                let name = text(&tool, "name").filter(|name| !name.is_empty()).ok_or_else(|| missing("name"))?;
                 let function = json!({
-                    "name": name,
+                    "name": name(&tool, at)?,
                     "description": custom_description(&tool),
                     "parameters": {
                         "type": "object", "properties": { INPUT: { "type": "string" } }, "required": [INPUT], "additionalProperties": false,
                     },
                 });
-                self.push(function, namespace, true, at);
+                let Value::Object(function) = function else { return Ok(()) };
+                self.push(function, namespace, true, at)?;
             }
             "function" => {
                 // Some clients send a function as in a chat.
-                let function = if tool["function"].is_object() { tool["function"].take() } else { without_type(tool) };
-                self.push(function, namespace, false, at);
+                let function = match tool.remove("function") {
+                    Some(Value::Object(function)) => function,
+                    _ => tool,
+                };
+                self.push(function, namespace, false, at)?;
             }
-            _ => self.leave_out(kind),
+            _ => {
+                self.left_out.insert(kind);
+            }
         }
         Ok(())
     }
 
-    fn push(&mut self, mut function: Value, namespace: Option<&str>, is_custom: bool, at: &str) {
-        let name = function["name"].as_str().unwrap_or_default().to_owned();
+    fn push(
+        &mut self,
+        mut function: Map<String, Value>,
+        namespace: Option<&str>,
+        is_custom: bool,
+        at: &str,
+    ) -> Result<(), RequestError> {
         if namespace.is_some() || is_custom {
+            let name = name(&function, at)?;
             let visible = visible(namespace, &name);
-            function["name"] = visible.as_str().into();
+            function.insert("name".to_owned(), visible.as_str().into());
             self.origins.insert(visible, Origin { namespace: namespace.map(str::to_owned), name, is_custom });
         }
         self.functions.push(Definition { at: at.to_owned(), value: json!({ "type": "function", "function": function }) });
-    }
-
-    pub(crate) fn leave_out(&mut self, kind: String) {
-        if !self.left_out.contains(&kind) {
-            self.left_out.push(kind);
-        }
+        Ok(())
     }
 }
 
+/// Returns the name of a tool.
+fn name(tool: &Map<String, Value>, at: &str) -> Result<String, RequestError> {
+    let name = tool.get("name").and_then(Value::as_str).filter(|name| !name.is_empty());
+    name.map(str::to_owned).ok_or_else(|| RequestError::invalid(format!("{at}.name"), Problem::Missing))
+}
+
 /// Returns the description of a custom tool, with the form of its input.
-fn custom_description(tool: &Value) -> String {
-    let mut description = tool["description"].as_str().unwrap_or_default().to_owned();
-    let format = &tool["format"];
+fn custom_description(tool: &Map<String, Value>) -> String {
+    let mut description = tool.get("description").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let format = tool.get("format").unwrap_or(&Value::Null);
     if let Some(definition) = format["definition"].as_str() {
         let syntax = format["syntax"].as_str().unwrap_or("given");
         description.push_str(&format!("\n\nThe text `{INPUT}` must match this {syntax} grammar:\n{definition}"));
     }
     description
-}
-
-fn without_type(tool: Value) -> Value {
-    let Value::Object(members) = tool else { return tool };
-    Value::Object(members.into_iter().filter(|(name, _)| name != "type").collect::<Map<_, _>>())
 }
 
 #[cfg(test)]
@@ -165,7 +185,7 @@ mod tests {
                 ("mcp__c".to_owned(), origin(Some("mcp"), "c", true)),
             ])
         );
-        assert_eq!(found.left_out, ["web_search", "image_generation"]);
+        assert_eq!(Vec::from_iter(found.left_out), ["image_generation", "web_search"]);
     }
 
     #[test]
@@ -174,6 +194,13 @@ mod tests {
             (json!([{ "type": "custom" }]), "'tools[0].name' is required"),
             (json!([{ "type": "web_search" }, { "type": "namespace", "tools": [] }]), "'tools[1].name' is required"),
             (json!([{ "type": "namespace", "name": "n" }]), "'tools[0].tools' is required"),
+            (json!([{ "type": "namespace", "name": "n", "tools": [7] }]), "'tools[0].tools[0]' must be an object"),
+            (
+                json!([{ "type": "namespace", "name": "n", "tools": [{ "type": "function" }] }]),
+                "'tools[0].tools[0].name' is required",
+            ),
+            (json!([{ "type": 5, "name": "f" }]), "'tools[0].type' must be a text"),
+            (json!([[]]), "'tools[0]' must be an object"),
             (
                 json!([{ "type": "namespace", "name": "n", "tools": [{ "type": "custom" }] }]),
                 "'tools[0].tools[0].name' is required",
@@ -185,8 +212,10 @@ mod tests {
         let many = vec![json!({ "type": "function", "name": "f" }); TOOLS_MAX];
         let two = json!([{ "type": "namespace", "name": "a", "tools": many }, { "type": "function", "name": "f" }]);
         assert!(converted(two).expect_err("there are too many").contains("at most 1024 tools"));
+        let hosted: Vec<Value> = (0..=TOOLS_MAX).map(|number| json!({ "type": number.to_string() })).collect();
+        assert!(converted(json!(hosted)).expect_err("there are too many").contains("at most 1024 tools"));
         // A namespace within a namespace is no tool that the client could run.
         let nested = json!([{ "type": "namespace", "name": "a", "tools": [{ "type": "namespace", "name": "b", "tools": [] }] }]);
-        assert_eq!(converted(nested).expect("it is left out").left_out, ["namespace"]);
+        assert_eq!(Vec::from_iter(converted(nested).expect("it is left out").left_out), ["namespace"]);
     }
 }

@@ -2,10 +2,10 @@
 
 use super::{
     anthropic_fields::{Block, Blocks, Choice, OutputConfig, Thinking, Turn},
-    chat::{Chat, EFFORTS, efforts},
+    chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Stop},
     parameters::{ChatRequest, MessagesRequest},
-    tools::{Definition, RawChoice, RawTools},
+    tools::{Definition, RawChoice, RawTools, TOOLS_MAX},
 };
 use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
@@ -14,7 +14,7 @@ use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
 
 /// The beginning of a line that a client puts before its system prompt for Anthropic's billing, in a block of its own or not. It differs in every
 /// request, so it would keep the rest of the prompt from being found in a cache.
-const BILLING: &str = "x-anthropic-billing-header";
+const BILLING: &str = "x-anthropic-billing-header:";
 /// The variables with which chat templates switch thinking on and off.
 const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
 
@@ -58,19 +58,10 @@ impl MessagesRequest {
         let OutputConfig { effort, format } = self.output_config.take().unwrap_or_default();
         let (choice, parallel) = self.tool_choice.take().map_or(Ok((None, None)), Choice::check)?;
         let Bounded(tools) = self.tools.take().unwrap_or_default();
+        at_most("tools", tools.len(), TOOLS_MAX, "tools")?;
         let (tools, mut left_out) = chat_tools(tools);
         let tools = RawTools { tools, choice, parallel };
-        // The effort is a setting of the whole agent, whatever model it uses.
-        let is_useless = |effort: &String| {
-            EFFORTS.contains(&effort.as_str()) && !efforts(model.template.as_deref()).contains(&effort.as_str())
-        };
-        let effort = match effort {
-            Some(effort) if is_useless(&effort) => {
-                left_out.push("output_config.effort".to_owned());
-                None
-            }
-            effort => effort,
-        };
+        let effort = effort_with_effect(effort, model, "output_config.effort", &mut left_out);
         let stop = self.stop_sequences.take();
         let check = || {
             let mut chat = ChatRequest::from(self.take_common()?);
@@ -189,8 +180,8 @@ fn system_text(system: Blocks) -> Result<String, RequestError> {
         if block.kind.as_deref() != Some("text") { Err(block.refused(&at)) } else { block.text(&at) }
     });
     let texts = texts.collect::<Result<Vec<_>, _>>()?;
-    let texts = texts.iter().filter(|text| !text.starts_with(BILLING) || text.contains('\n')).map(|text| without_billing(text));
-    Ok(texts.collect::<Vec<_>>().join("\n"))
+    let texts = texts.iter().map(|text| (text, without_billing(text))).filter(|(text, rest)| !rest.is_empty() || text.is_empty());
+    Ok(texts.map(|(_, rest)| rest).collect::<Vec<_>>().join("\n"))
 }
 
 /// Returns the text without a first line for Anthropic's billing.
@@ -228,8 +219,9 @@ impl Turn {
             match (block.kind.as_deref(), role) {
                 (Some("text"), _) => message.add_text(&block.text(&at)?),
                 (Some("thinking"), Role::Assistant) => message.add_reasoning(&block.thinking.unwrap_or_default()),
-                // The thinking of another server's model, which only that server can read.
-                (Some("redacted_thinking"), Role::Assistant) => {}
+                // What another server's model has thought and what its tools have found, which only that server can read.
+                (Some("redacted_thinking" | "server_tool_use"), Role::Assistant) => {}
+                (Some(kind), Role::Assistant) if kind.ends_with("_tool_result") => {}
                 (Some("tool_use"), Role::Assistant) => message.tool_calls.push(block.call(&at)?),
                 // A result is a message of its own, before the text that follows it.
                 (Some("tool_result"), Role::User) => {

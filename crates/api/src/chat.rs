@@ -124,6 +124,21 @@ pub fn efforts(template: Option<&ChatTemplate>) -> &'static [&'static str] {
     if knows("reasoning_effort") || SWITCHES.into_iter().any(knows) { &EFFORTS } else { &EFFORTS[..2] }
 }
 
+/// Returns the effort, unless the model's chat template has none: agents have one setting for all models. `name` is recorded then.
+pub(crate) fn effort_with_effect(
+    effort: Option<String>,
+    model: &ServedModel,
+    name: &str,
+    left_out: &mut Vec<String>,
+) -> Option<String> {
+    let has_none = |effort: &str| EFFORTS.contains(&effort) && !efforts(model.template.as_deref()).contains(&effort);
+    let (useless, effort) = (effort.as_deref().is_some_and(has_none), effort);
+    if useless {
+        left_out.push(name.to_owned());
+    }
+    effort.filter(|_| !useless)
+}
+
 /// Sets the variables with which templates know the effort of reasoning. A template that can only switch reasoning on and off reasons with
 /// every effort but `none`.
 fn set_reasoning_effort(

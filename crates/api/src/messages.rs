@@ -9,7 +9,7 @@ use crate::error::{Problem, RequestError, at_most};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{
     Deserialize,
-    de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
+    de::{self, SeqAccess, Visitor},
 };
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
@@ -67,45 +67,15 @@ pub(crate) struct Part {
     text: Option<String>,
     refusal: Option<String>,
     /// The tool that a part of type `tool_reference` names.
-    tool_name: Option<String>,
-    title: Option<String>,
+    #[serde(default)]
+    tool_name: Value,
+    #[serde(default)]
+    title: Value,
     /// The texts of a part of type `search_result`.
     #[serde(default)]
-    content: Content,
+    content: Value,
     #[serde(default)]
-    source: Source,
-}
-
-/// The source of a document: a plain text, or something that a model of texts cannot read.
-#[derive(Default)]
-enum Source {
-    #[default]
-    Other,
-    Text(String),
-}
-
-readable! {
-    [] Source, deserialize_any, "any value",
-
-    fn visit_str<E: de::Error>(self, _: &str) -> Result<Source, E> {
-        Ok(Source::Other)
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<Source, E> {
-        Ok(Source::Other)
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Source, A::Error> {
-        let (mut kind, mut data) = (None, None);
-        while let Some(key) = object.next_key::<String>()? {
-            match key.as_str() {
-                "type" => kind = object.next_value::<Option<String>>()?,
-                "data" => data = object.next_value::<Option<String>>()?,
-                _ => drop(object.next_value::<IgnoredAny>()?),
-            }
-        }
-        Ok(data.filter(|_| kind.as_deref() == Some("text")).map_or(Source::Other, Source::Text))
-    }
+    source: Value,
 }
 
 readable! {
@@ -278,14 +248,19 @@ impl Content {
         let part = |(index, part): (usize, Part)| {
             let at = format!("{at}[{index}]");
             let kind = part.kind.ok_or_else(|| RequestError::invalid(format!("{at}.type"), Problem::Missing))?;
-            let titled = |text: String| part.title.iter().cloned().chain([text]).collect::<Vec<_>>().join("\n");
-            Ok(match (kind.as_str(), part.source) {
-                ("text" | "input_text" | "output_text", _) => {
+            let titled = |text: String| part.title.as_str().into_iter().chain([&*text]).collect::<Vec<_>>().join("\n");
+            Ok(match kind.as_str() {
+                "text" | "input_text" | "output_text" => {
                     part.text.ok_or_else(|| RequestError::invalid(format!("{at}.text"), Problem::Missing))?
                 }
-                ("tool_reference", _) => format!("[tool: {}]", part.tool_name.unwrap_or_default()),
-                ("search_result", _) => titled(part.content.result_text(&format!("{at}.content"))?),
-                ("document", Source::Text(text)) => titled(text),
+                "tool_reference" => format!("[tool: {}]", part.tool_name.as_str().unwrap_or_default()),
+                "search_result" => {
+                    let content = Self::deserialize(part.content).unwrap_or_default();
+                    titled(content.result_text(&format!("{at}.content"))?)
+                }
+                "document" if part.source["type"] == "text" => {
+                    titled(part.source["data"].as_str().unwrap_or_default().to_owned())
+                }
                 _ => format!("[{kind} omitted: the model reads only text]"),
             })
         };

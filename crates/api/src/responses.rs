@@ -2,7 +2,7 @@
 
 use super::{
     agents::{Converted, INPUT, Origin, visible},
-    chat::Chat,
+    chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Whole},
     messages::Content,
     parameters::{ChatRequest, ResponsesRequest},
@@ -12,7 +12,7 @@ use super::{
 use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
 
 /// The limits of OpenAI's API for `metadata`.
@@ -61,15 +61,18 @@ impl ResponsesRequest {
     /// # Errors
     /// A parameter is missing, out of range or not supported.
     pub fn check(mut self, model: &ServedModel) -> Result<Responses, RequestError> {
-        let messages = messages(self.instructions.as_deref(), self.input.take())?;
+        let mut left_out = Vec::new();
+        let messages = messages(self.instructions.as_deref(), self.input.take(), &mut left_out)?;
         self.check_fixed()?;
         let wants_logprobs = self.wants_logprobs()?;
         let repeated = self.repeated()?;
+        left_out.extend(self.ignored_text());
         let format = self.text.take().and_then(|text| text.format).map(chat_format);
         let Bounded(tools) = self.tools.take().unwrap_or_default();
-        let Converted { functions, origins, left_out } = Converted::responses(tools)?;
-        let mut left_out: Vec<String> = left_out.into_iter().map(|kind| format!("tools.{kind}")).collect();
-        left_out.extend(self.ignored_text());
+        let Converted { functions, origins, left_out: hosted, .. } = Converted::responses(tools)?;
+        left_out.extend(hosted.into_iter().map(|kind| format!("tools.{kind}")));
+        let effort = self.reasoning.take().and_then(|reasoning| reasoning.effort);
+        let effort = effort_with_effect(effort, model, "reasoning.effort", &mut left_out);
         let tools = RawTools {
             tools: functions,
             choice: self.tool_choice.take().map(chat_choice).transpose()?,
@@ -80,7 +83,7 @@ impl ResponsesRequest {
             chat.response_format = format;
             chat.max_completion_tokens = self.max_output_tokens;
             (chat.logprobs, chat.top_logprobs) = (Some(wants_logprobs), self.top_logprobs.filter(|_| wants_logprobs));
-            chat.reasoning_effort = self.reasoning.and_then(|reasoning| reasoning.effort);
+            chat.reasoning_effort = effort;
             chat.check_with(messages, tools, model)
         };
         let chat = check().map_err(|error| error.renamed(name))?;
@@ -204,7 +207,9 @@ fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, RequestError> {
     let choice = match choice["type"].as_str() {
         Some("function" | "custom") => function(&choice),
         Some("allowed_tools") => {
-            let tools: Vec<Value> = choice["tools"].as_array().into_iter().flatten().map(function).collect();
+            // Tools that only other servers can run cannot be called.
+            let is_ours = |tool: &&Value| matches!(tool["type"].as_str(), None | Some("function" | "custom"));
+            let tools: Vec<Value> = choice["tools"].as_array().into_iter().flatten().filter(is_ours).map(function).collect();
             json!({ "type": "allowed_tools", "allowed_tools": { "mode": choice["mode"], "tools": tools } })
         }
         _ => choice,
@@ -213,15 +218,26 @@ fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, RequestError> {
 }
 
 /// Converts the instructions and the input to messages.
-fn messages(instructions: Option<&str>, input: Option<Input>) -> Result<Vec<Message>, RequestError> {
+fn messages(instructions: Option<&str>, input: Option<Input>, left_out: &mut Vec<String>) -> Result<Vec<Message>, RequestError> {
     let mut messages: Vec<Message> = instructions.map(|text| Message::new(Role::System, text)).into_iter().collect();
     match input.ok_or_else(|| RequestError::invalid("input", Problem::Missing))? {
         Input::Text(text) => messages.push(Message::new(Role::User, text)),
         Input::Items(Bounded(items)) if items.is_empty() => return Err(RequestError::invalid("input", Problem::Empty)),
         Input::Items(Bounded(items)) => {
             at_most("input", items.len(), MESSAGES_MAX, "items")?;
+            let before = messages.len();
+            let mut skipped = HashSet::new();
             for (index, item) in items.into_iter().enumerate() {
+                if let Some(name) = item.of_other_server(&mut skipped) {
+                    if !left_out.contains(&name) {
+                        left_out.push(name);
+                    }
+                    continue;
+                }
                 item.add_to(&mut messages, &format!("input[{index}]"))?;
+            }
+            if messages.len() == before {
+                return Err(RequestError::invalid("input", Problem::Empty));
             }
             let without_content = |message: &&mut Message| message.content.is_none() && message.tool_calls.is_empty();
             messages.iter_mut().filter(without_content).for_each(|message| message.content = Some(String::new()));
@@ -230,7 +246,42 @@ fn messages(instructions: Option<&str>, input: Option<Input>) -> Result<Vec<Mess
     Ok(messages)
 }
 
+/// The types of items that only other servers write or read.
+const OTHER_SERVERS: [&str; 19] = [
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "code_interpreter_call",
+    "compaction",
+    "computer_call",
+    "computer_call_output",
+    "file_search_call",
+    "image_generation_call",
+    "local_shell_call",
+    "local_shell_call_output",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "shell_call",
+    "shell_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+];
+
 impl Item {
+    /// Returns the name of an item that no template can render: the call of a tool that another server runs, or its result. `skipped` has the ids of such
+    /// calls.
+    fn of_other_server(&self, skipped: &mut HashSet<String>) -> Option<String> {
+        let kind = self.kind.as_deref()?;
+        if OTHER_SERVERS.contains(&kind) {
+            skipped.extend(self.call_id.clone());
+            return Some(format!("input.{kind}"));
+        }
+        let is_result = kind.ends_with("_call_output") && self.call_id.as_ref().is_some_and(|id| skipped.contains(id));
+        is_result.then(|| format!("input.{kind}"))
+    }
+
     /// Adds the item to the messages. Consecutive items of the assistant are one message: its reasoning, its text and its calls.
     fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), RequestError> {
         let param = |field: &str| format!("{at}.{field}");
@@ -273,7 +324,7 @@ impl Item {
             Some("function_call") => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
                 let name = visible(self.namespace.as_deref(), &self.name.ok_or_else(|| missing("name"))?);
-                let arguments = ToolCall::arguments(&self.arguments.ok_or_else(|| missing("arguments"))?);
+                let arguments = ToolCall::arguments(self.arguments.as_str().ok_or_else(|| missing("arguments"))?);
                 assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }
             Some("custom_tool_call") => {
@@ -285,14 +336,13 @@ impl Item {
             }
             Some("function_call_output" | "custom_tool_call_output") => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
-                if matches!(self.output, Content::None) {
+                if self.output.is_null() {
                     return Err(missing("output"));
                 }
-                let text = self.output.result_text(&param("output"))?;
+                let typed = |source| RequestError::Type { param: param("output"), source };
+                let text = Content::deserialize(self.output).map_err(typed)?.result_text(&param("output"))?;
                 messages.push(Message { tool_call_id: Some(id), ..Message::new(Role::Tool, text) });
             }
-            // The calls of hosted tools and their results, which no template can render.
-            Some(kind) if kind.ends_with("_call") || kind.ends_with("_call_output") => {}
             Some("item_reference") => {
                 let rule = "refers to a stored item, but this server stores none; send the item itself";
                 return Err(RequestError::invalid(at, Problem::Rule { rule }));

@@ -31,10 +31,11 @@ pub(crate) struct Item {
     pub(crate) call_id: Option<String>,
     pub(crate) name: Option<String>,
     pub(crate) namespace: Option<String>,
-    pub(crate) arguments: Option<String>,
+    #[serde(default)]
+    pub(crate) arguments: Value,
     pub(crate) input: Option<String>,
     #[serde(default)]
-    pub(crate) output: Content,
+    pub(crate) output: Value,
 }
 
 #[derive(Default, Deserialize)]

@@ -68,7 +68,7 @@ async fn own_tools_of_a_responses_client_come_back_to_it_as_its_own() {
     }
     assert!(!prompt.contains("web_search") && !prompt.contains("image_generation"), "{prompt}");
     let ignored = reply.header(IGNORED).map(str::to_owned);
-    assert_eq!(ignored.as_deref(), Some("client_metadata, text.verbosity, tools.image_generation, tools.web_search"));
+    assert_eq!(ignored.as_deref(), Some("client_metadata, store, text.verbosity, tools.image_generation, tools.web_search"));
     assert!(cluster.metric("tandem_frontend_left_out_tools_total 2").await);
     let (status, whole) = reply.json().await;
     assert_eq!(status, StatusCode::OK, "{whole}");
@@ -152,7 +152,10 @@ async fn messages_of_a_coding_agent_are_served_in_every_turn() {
     assert!(!prompt.contains("billing") && !prompt.contains("web_search"), "{prompt}");
     assert!(prompt.contains("You are an agent.\nRules.") && prompt.contains("Skills."), "{prompt}");
     let ignored = reply.header(IGNORED).map(str::to_owned);
-    assert_eq!(ignored.as_deref(), Some("context_management, output_config.effort, tools.web_search_20250305"));
+    assert_eq!(
+        ignored.as_deref(),
+        Some("context_management, output_config.effort, system[].cache_control, tools.web_search_20250305")
+    );
     let (status, answer) = reply.json().await;
     assert_eq!((status, &answer["stop_reason"]), (StatusCode::OK, &json!("tool_use")), "{answer}");
 

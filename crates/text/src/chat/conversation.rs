@@ -54,10 +54,11 @@ impl Conversation {
     /// system, assistant and user messages, and system messages that it cannot render become messages of the user in the same place.
     pub fn variables(&self, abilities: Abilities) -> Map<String, Value> {
         let mut variables = self.template.variables.clone();
-        let mut messages = match abilities.tools {
-            Some(_) => self.messages.clone(),
-            None => hermes::messages(&self.messages),
-        };
+        let mut messages = self.messages.clone();
+        system::after_results(&mut messages);
+        if abilities.tools.is_none() {
+            messages = hermes::messages(&messages);
+        }
         system::place(&mut messages, abilities.system, abilities.alternates);
         let tools: Vec<Value> = match abilities.tools {
             Some(_) => self.tools.list.iter().map(|tool| tool.definition.clone()).collect(),

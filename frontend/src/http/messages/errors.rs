@@ -66,7 +66,8 @@ fn context_message(error: &ApiError) -> Option<String> {
     let too_long = |tokens: usize, max: u32| format!("prompt is too long: {tokens} tokens > {max} maximum");
     match error.original() {
         RequestError::ContextLength { context_length, prompt_tokens, .. } if prompt_tokens >= context_length => {
-            Some(too_long(*prompt_tokens as usize, *context_length))
+            // The answer has one token at least.
+            Some(too_long(*prompt_tokens as usize + 1, *context_length))
         }
         RequestError::ContextLength { context_length, prompt_tokens, new_tokens, .. } => Some(format!(
             "input length and `max_tokens` exceed context limit: {prompt_tokens} + {new_tokens} > {context_length}, decrease input length \

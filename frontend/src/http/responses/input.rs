@@ -3,6 +3,9 @@
 use serde_json::Value;
 use tandem_api::agents::INPUT;
 
+/// The longest beginning, with white space, before which the text begins.
+const HEAD_MAX: usize = 256;
+
 /// Reads the text while the arguments arrive. The texts that it returns together do not depend on how the arguments are split.
 #[derive(Default)]
 pub(super) struct CustomInput {
@@ -42,8 +45,8 @@ impl CustomInput {
             self.held.push_str(arguments);
             match head(&self.held).unwrap_or(Head::Other) {
                 _ if self.state == State::Other => return text,
-                Head::Partial => return text,
-                Head::Other => {
+                Head::Partial if self.held.len() <= HEAD_MAX => return text,
+                Head::Partial | Head::Other => {
                     self.state = State::Other;
                     return text;
                 }
@@ -85,10 +88,10 @@ impl CustomInput {
         match self.state {
             State::Text if !held.is_empty() => char::REPLACEMENT_CHARACTER.to_string(),
             State::Text | State::End => String::new(),
-            // An object with one text is meant as the text. All else is the text itself.
+            // The member `input` of an object, or its only one, is meant. All else is the text itself.
             State::Head | State::Other => match serde_json::from_str(&held) {
-                Ok(Value::Object(members)) => match members.values().collect::<Vec<_>>()[..] {
-                    [Value::String(only)] => only.clone(),
+                Ok(Value::Object(members)) => match (members.get(INPUT), members.values().collect::<Vec<_>>().as_slice()) {
+                    (Some(Value::String(text)), _) | (_, [Value::String(text)]) => text.clone(),
                     _ => held,
                 },
                 Ok(Value::String(text)) => text,
@@ -168,6 +171,7 @@ mod tests {
             (r#"{"input": "\ud83d"}"#, "\u{FFFD}"),
             (r#"{"input": "\ud83d\n\ud83d\u0041\ude00é"}"#, "\u{FFFD}\n\u{FFFD}A\u{FFFD}é"),
             (r#"{"patch": "p"}"#, "p"),
+            (r#"{"reason": "r", "input": "i"}"#, "i"),
             (r#"{"a": "b", "c": "d"}"#, r#"{"a": "b", "c": "d"}"#),
             (r#""text""#, "text"),
             ("*** Begin Patch", "*** Begin Patch"),

@@ -18,9 +18,28 @@ pub enum SystemPlaces {
     Anywhere,
 }
 
+/// Puts system messages that follow a call after the call's results, which templates expect there.
+pub(super) fn after_results(messages: &mut Vec<Message>) {
+    let (mut placed, mut waiting) = (Vec::<Message>::with_capacity(messages.len()), Vec::new());
+    for message in messages.drain(..) {
+        let awaits_result = |last: &Message| last.role == Role::Tool || !last.tool_calls.is_empty();
+        match message.role {
+            Role::System if placed.last().is_some_and(awaits_result) => waiting.push(message),
+            Role::Tool => placed.push(message),
+            _ => {
+                placed.append(&mut waiting);
+                placed.push(message);
+            }
+        }
+    }
+    placed.append(&mut waiting);
+    *messages = placed;
+}
+
 /// Changes the system messages that the template cannot render. Those at the head become one message, if the template renders one there. All others
-/// become messages of the user, with a mark. If user and assistant have to alternate (`alternates`), such a text becomes a part of the message before
-/// it, or of the message after it if the one before is the assistant's.
+/// become texts of the user, with a mark. After a tool's result, the text becomes a part of the result: as a message of its own it would be the last
+/// question, before which many templates leave out reasoning. If user and assistant have to alternate (`alternates`), the text becomes a part of the
+/// user's message before it, or of the message after it if the one before is the assistant's.
 pub(super) fn place(messages: &mut Vec<Message>, places: SystemPlaces, alternates: bool) {
     if places == SystemPlaces::Anywhere {
         return;
@@ -37,9 +56,9 @@ pub(super) fn place(messages: &mut Vec<Message>, places: SystemPlaces, alternate
             }
         } else if message.role == Role::System {
             let marked = marked(&message);
-            match placed.last_mut().filter(|_| alternates) {
+            match placed.last_mut() {
                 _ if let Some(waiting) = &mut waiting => append(waiting, &marked),
-                Some(last) if matches!(last.role, Role::User | Role::Tool) => append(last, &marked),
+                Some(last) if last.role == Role::Tool || (alternates && last.role == Role::User) => append(last, &marked),
                 _ if alternates => waiting = Some(marked),
                 _ => placed.push(marked),
             }
@@ -88,6 +107,7 @@ mod tests {
 
     fn placed(short: &[&str], places: SystemPlaces, alternates: bool) -> Vec<String> {
         let mut messages = messages(short);
+        after_results(&mut messages);
         place(&mut messages, places, alternates);
         let text = |message: &Message| message.content.clone().unwrap_or_default().replace('\n', "/");
         messages.iter().map(|message| format!("{}:{}", &message.role.label()[..1], text(message))).collect()
@@ -101,7 +121,7 @@ mod tests {
         let [c, d, e, f] = ["C", "D", "E", "F"].map(|text| format!("<system>/{text}/</system>"));
         assert_eq!(
             placed(&given, First, false),
-            ["s:A//B", "u:1", &format!("u:{c}"), "a:2", &format!("u:{d}"), &format!("u:{e}"), "u:3", "t:4", &format!("u:{f}")]
+            ["s:A//B", "u:1", &format!("u:{c}"), "a:2", &format!("u:{d}"), &format!("u:{e}"), "u:3", &format!("t:4//{f}")]
         );
         assert_eq!(
             placed(&given, First, true),

@@ -102,3 +102,61 @@ fn system_messages_are_rendered_in_place_by_all_templates() {
     }
     assert_eq!(found.len(), 19);
 }
+
+/// An agent's turns: calls with reasoning, results, and system messages before and after the results.
+#[test]
+fn turns_of_an_agent_begin_with_the_turns_before_in_all_templates() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ci/goldens/templates");
+    let files = fs::read_dir(folder).expect("the folder is readable").flatten();
+    let mut compared = 0;
+    for entry in files.filter(|entry| entry.path().extension().is_some_and(|ending| ending == "jinja")) {
+        let source = fs::read_to_string(entry.path()).expect("the template is readable");
+        let template = ChatTemplate::new(&source, "<s>", "</s>").expect("the template compiles");
+        let name = entry.path().file_stem().expect("it is a file").to_string_lossy().into_owned();
+        let tool = Tool::function("find".to_owned(), Some("d".to_owned()), json!({ "type": "object", "properties": {} }));
+        let tools = Tools { list: vec![tool], choice: ToolChoice::Auto, parallel: true };
+        let id = |number: u32| Some(format!("a1b2c3d4{number}"));
+        let call = |number: u32| {
+            let call = ToolCall { id: id(number), name: "find".to_owned(), arguments: Map::new() };
+            let reasoning = Some(format!("R{number}"));
+            Message { content: None, reasoning, tool_calls: vec![call], ..Message::new(Role::Assistant, "") }
+        };
+        let result = |number: u32| {
+            let text = format!("T{number}");
+            Message { tool_call_id: id(number), name: Some("find".to_owned()), ..Message::new(Role::Tool, text) }
+        };
+        let system = |text: &str| Message::new(Role::System, text);
+        let all = [
+            system("S0"),
+            Message::new(Role::User, "U1"),
+            call(1),
+            system("S1"),
+            result(1),
+            call(2),
+            result(2),
+            system("S2"),
+            call(3),
+            result(3),
+        ];
+        let render = |messages: &[Message]| {
+            let template_options = TemplateOptions { add_generation_prompt: false, ..TemplateOptions::default() };
+            let conversation = Conversation { messages: messages.to_vec(), tools: tools.clone(), template: template_options };
+            let text = template.render(conversation.variables(template.abilities()), 1 << 20);
+            text.unwrap_or_else(|error| panic!("{name} refuses {messages:?}: {error:?}"))
+        };
+        let whole = render(&all);
+        // Mistral Nemo's template renders the system message at the head next to the last question, and leaves it out after a result.
+        if name == "mistral-nemo" {
+            continue;
+        }
+        for text in ["S0", "U1", "S1", "T1", "T2", "S2", "T3"] {
+            assert!(whole.contains(text), "{name} does not render {text}: {whole}");
+        }
+        for end in [5, 8] {
+            let earlier = render(&all[..end]);
+            assert!(whole.starts_with(earlier.trim_end()), "{name}, {end} messages:\n{earlier}\n\n{whole}");
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 36);
+}

@@ -1,0 +1,10 @@
+//! Rules for the source code, the documents and the files for operators, which a program can check.
+
+mod architecture;
+mod cycles;
+mod dashboards;
+mod engines_page;
+mod glossary;
+mod security;
+mod tasks;
+mod weight;
