@@ -27,6 +27,9 @@ const ALLOWED: [(&str, &[&str]); 17] = [
 /// The maximum number of lines of a file.
 const LINES_MAX: usize = 500;
 
+/// The maximum length of a line of Markdown, in characters.
+const MARKDOWN_CHARS_MAX: usize = 140;
+
 fn dependencies() -> Vec<(String, Vec<String>)> {
     let metadata = cargo_metadata::MetadataCommand::new()
         .manifest_path(root().join("Cargo.toml"))
@@ -170,4 +173,15 @@ fn violations_of_file_rules_are_detected() {
     ] {
         assert_eq!(broken_rules(name, text).len(), expected, "{name}: {}", &text[..20.min(text.len())]);
     }
+}
+
+#[test]
+fn lines_of_documents_are_short() {
+    let mut found = Vec::new();
+    for file in files(&root()).into_iter().filter(|file| file.extension().is_some_and(|ending| ending == "md")) {
+        let long = |(_, line): &(usize, &str)| line.chars().count() > MARKDOWN_CHARS_MAX;
+        let text = text(&file);
+        found.extend(text.lines().enumerate().filter(long).map(|(number, _)| format!("{}:{}", file.display(), number + 1)));
+    }
+    assert!(found.is_empty(), "lines of more than {MARKDOWN_CHARS_MAX} characters:\n{}", found.join("\n"));
 }
