@@ -39,9 +39,10 @@ pub(super) fn after_results(messages: &mut Vec<Message>) {
 /// Changes the system messages that the template cannot render. Those at the head become one message, if the template renders one there. All others
 /// become texts of the user, with a mark. After a tool's result, the text becomes a part of the result: as a message of its own it would be the last
 /// question, before which many templates leave out reasoning. If user and assistant have to alternate (`alternates`), the text becomes a part of the
-/// user's message before it, or of the message after it if the one before is the assistant's.
+/// user's message before it, or of the message after it if the one before is the assistant's; and a further message of the user becomes a part of the
+/// one before.
 pub(super) fn place(messages: &mut Vec<Message>, places: SystemPlaces, alternates: bool) {
-    if places == SystemPlaces::Anywhere {
+    if places == SystemPlaces::Anywhere && !alternates {
         return;
     }
     let mut placed: Vec<Message> = Vec::with_capacity(messages.len());
@@ -49,7 +50,9 @@ pub(super) fn place(messages: &mut Vec<Message>, places: SystemPlaces, alternate
     let mut waiting: Option<Message> = None;
     for message in messages.drain(..) {
         let is_head = placed.iter().all(|placed| placed.role == Role::System) && waiting.is_none();
-        if message.role == Role::System && places == SystemPlaces::First && is_head {
+        if message.role == Role::System && places == SystemPlaces::Anywhere {
+            placed.push(message);
+        } else if message.role == Role::System && places == SystemPlaces::First && is_head {
             match placed.first_mut() {
                 Some(first) => append(first, &message),
                 None => placed.push(message),
@@ -62,6 +65,11 @@ pub(super) fn place(messages: &mut Vec<Message>, places: SystemPlaces, alternate
                 _ if alternates => waiting = Some(marked),
                 _ => placed.push(marked),
             }
+        } else if message.role == Role::User
+            && alternates
+            && let Some(last) = placed.last_mut().filter(|last| matches!(last.role, Role::User | Role::Tool))
+        {
+            append(last, &message);
         } else {
             match waiting.take() {
                 Some(mut before) if message.role == Role::User => {
@@ -117,7 +125,8 @@ mod tests {
     fn system_messages_stay_in_place() {
         use SystemPlaces::{Anywhere, First, Never};
         let given = ["s:A", "s:B", "u:1", "s:C", "a:2", "s:D", "s:E", "u:3", "t:4", "s:F"];
-        assert_eq!(placed(&given, Anywhere, true), given);
+        assert_eq!(placed(&given, Anywhere, false), given);
+        assert_eq!(placed(&["u:1", "u:2", "a:3", "t:4", "u:5"], Anywhere, true), ["u:1//2", "a:3", "t:4//5"]);
         let [c, d, e, f] = ["C", "D", "E", "F"].map(|text| format!("<system>/{text}/</system>"));
         assert_eq!(
             placed(&given, First, false),

@@ -76,6 +76,7 @@ fn system_messages_are_rendered_in_place_by_all_templates() {
             (Role::System, "S4"),
             (Role::User, "U2"),
             (Role::System, "S5"),
+            (Role::User, "U3"),
         ];
         let last = render(&all, true);
         // Mistral Nemo's template renders the system message at the head next to the last question.
