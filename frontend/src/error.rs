@@ -69,7 +69,9 @@ pub(crate) enum ApiError {
     Method,
     #[error("The name in the header 'Host' is not one of this server's; use its IP address, or add the name to --allowed-hosts.")]
     Host,
-    #[error("Web pages of other sites may not send requests to this server.")]
+    #[error(
+        "Web pages of other sites may not send requests to this server; its operator can allow this site with --cors-origin."
+    )]
     Origin,
     #[error("The admin port only explains placements (header 'x-tandem-explain: true'); send the request to the API's port.")]
     AdminExplains,

@@ -314,8 +314,8 @@ impl<'a> Simulation<'a> {
             sequence.attempt += 1;
             self.totals.retried += 1;
         }
-        let may_go_on = sequence.attempt <= ATTEMPTS_MAX && sequence.resumes <= RESUMES_MAX;
-        match may_go_on.then(|| self.place(&sequence.request, sequence.sampled, sequence.attempt)).flatten() {
+        let may_resume = sequence.attempt <= ATTEMPTS_MAX && sequence.resumes <= RESUMES_MAX;
+        match may_resume.then(|| self.place(&sequence.request, sequence.sampled, sequence.attempt)).flatten() {
             Some(placement) => {
                 self.enqueue(now, sequence.placed_again(placement));
                 ControlFlow::Continue(())

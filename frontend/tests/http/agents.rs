@@ -14,15 +14,6 @@ async fn cluster() -> Cluster {
     Cluster::with(|settings| settings.models = vec![model]).await
 }
 
-fn text(tokens: &[u32]) -> String {
-    let name = |token: &u32| match *token {
-        256 => "<|im_start|>".to_owned(),
-        257 => "<|im_end|>".to_owned(),
-        byte => char::from(byte as u8).to_string(),
-    };
-    tokens.iter().map(name).collect()
-}
-
 /// Sends the request, answers it with this text in chunks of as many bytes as `step`, and returns the prompt and the reply.
 async fn answered(cluster: &mut Cluster, path: &'static str, body: Value, answer: &str, step: usize) -> (String, Reply) {
     let reply = cluster.spawn_post(path, body);
@@ -118,7 +109,10 @@ async fn own_tools_of_a_responses_client_come_back_to_it_as_its_own() {
     ]);
     let (later, reply) = answered(&mut cluster, "/v1/responses", codex(json!(history), false), "ok", 10).await;
     assert_eq!(reply.json().await.0, StatusCode::OK);
-    assert!(later.starts_with(prompt.trim_end_matches("<|im_start|>assistant\n")), "the prompt goes on where it ended:\n{later}");
+    assert!(
+        later.starts_with(prompt.trim_end_matches("<|im_start|>assistant\n")),
+        "the prompt continues where it ended:\n{later}"
+    );
     for expected in ["{\"name\":\"apply_patch\",\"arguments\":{\"input\":", "Done.", "found\n[input_image omitted"] {
         assert!(later.contains(expected), "{expected} in {later}");
     }
@@ -175,7 +169,10 @@ async fn messages_of_a_coding_agent_are_served_in_every_turn() {
     messages.push(json!({ "role": "system", "content": "Reminder." }));
     let (later, reply) = answered(&mut cluster, "/v1/messages?beta=true", turn(2, json!(messages)), "ok", 10).await;
     assert_eq!(reply.json().await.0, StatusCode::OK);
-    assert!(later.starts_with(prompt.trim_end_matches("<|im_start|>assistant\n")), "the prompt goes on where it ended:\n{later}");
+    assert!(
+        later.starts_with(prompt.trim_end_matches("<|im_start|>assistant\n")),
+        "the prompt continues where it ended:\n{later}"
+    );
     let result = "a.txt\n[tool: TaskStop]\n[image omitted: the model reads only text]\nT\nhit\nD\npage";
     assert!(later.contains(result) && later.contains("Reminder."), "{later}");
 }

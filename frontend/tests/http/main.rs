@@ -26,6 +26,7 @@ mod sequences;
 mod support;
 mod templates;
 mod tenants;
+mod texts;
 mod tools;
 mod usage;
 mod wait;

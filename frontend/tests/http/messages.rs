@@ -14,15 +14,6 @@ fn message(options: Value) -> Value {
     merged(json!({ "model": "m", "max_tokens": 50, "messages": [{ "role": "user", "content": "Hi" }] }), options)
 }
 
-fn text(tokens: &[u32]) -> String {
-    let name = |token: &u32| match *token {
-        256 => "<|im_start|>".to_owned(),
-        257 => "<|im_end|>".to_owned(),
-        byte => char::from(byte as u8).to_string(),
-    };
-    tokens.iter().map(name).collect()
-}
-
 #[tokio::test]
 async fn message_has_anthropics_format_and_its_input_counts_add_up() {
     let mut cluster = Cluster::start().await;

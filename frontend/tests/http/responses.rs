@@ -13,15 +13,6 @@ fn response(options: Value) -> Value {
     merged(json!({ "model": "m", "input": "Hi" }), options)
 }
 
-fn text(tokens: &[u32]) -> String {
-    let name = |token: &u32| match *token {
-        256 => "<|im_start|>".to_owned(),
-        257 => "<|im_end|>".to_owned(),
-        byte => char::from(byte as u8).to_string(),
-    };
-    tokens.iter().map(name).collect()
-}
-
 #[tokio::test]
 async fn response_has_openais_format_and_repeats_the_request() {
     let mut cluster = Cluster::start().await;

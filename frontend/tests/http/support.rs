@@ -33,6 +33,8 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Status, Streaming};
 
+pub use crate::texts::{merged, text};
+
 /// The maximum time that a test waits.
 const WAIT_MAX: Duration = Duration::from_secs(20);
 
@@ -488,13 +490,6 @@ pub fn chat(options: Value) -> Value {
 
 pub fn completion(prompt: Value, options: Value) -> Value {
     merged(json!({ "model": "m", "prompt": prompt }), options)
-}
-
-pub fn merged(mut request: Value, options: Value) -> Value {
-    if let (Value::Object(request), Value::Object(options)) = (&mut request, options) {
-        request.extend(options);
-    }
-    request
 }
 
 pub const CHAT: &str = "/v1/chat/completions";

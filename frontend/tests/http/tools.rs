@@ -28,16 +28,6 @@ fn with_tools(options: Value) -> Value {
     chat(merged(json!({ "tools": [weather()] }), options))
 }
 
-/// Returns the prompt's text, with the names of its control tokens.
-fn text(prompt: &[u32]) -> String {
-    let bytes = prompt.iter().flat_map(|token| match *token {
-        IM_START => b"<|im_start|>".to_vec(),
-        IM_END => b"<|im_end|>".to_vec(),
-        byte => vec![byte as u8],
-    });
-    String::from_utf8(bytes.collect()).expect("the prompt is UTF-8")
-}
-
 /// Sends the request, and answers it with this text, in chunks of as many bytes as `step`.
 async fn answered(cluster: &mut Cluster, body: Value, answer: &str, step: usize) -> Reply {
     let reply = cluster.spawn_post(CHAT, body);

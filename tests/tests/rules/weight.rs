@@ -12,11 +12,11 @@ const SHORT_LINES: usize = 60;
 
 /// What is counted, and its limit. A limit is lowered when a change stays below it, and raised only with a reason.
 const LIMITS: [(&str, usize); 5] = [
-    ("lines of code", 56_500),
-    ("lines of the largest crate", 9_400),
-    ("functions longer than 60 lines", 30),
-    ("functions with a bool parameter", 140),
-    ("type names with several meanings", 190),
+    ("lines of code", 54_600),
+    ("lines of the largest crate", 8_850),
+    ("functions longer than 60 lines", 18),
+    ("functions with a bool parameter", 83),
+    ("type names with several meanings", 163),
 ];
 
 /// The product's part of a source file: without the test module, which is the last item, and without comments and blank lines.
@@ -120,5 +120,5 @@ fn parts_of_a_file_are_counted() {
     let mut weight = Weight::default();
     weight.add("x", "a.rs", &source);
     weight.add("x", "b.rs", "struct A;\n");
-    assert_eq!(weight.numbers(), [84, 84, 1, 1, 1], "{weight:?}");
+    assert_eq!(weight.numbers(), [85, 85, 1, 1, 1], "{weight:?}");
 }

@@ -9,11 +9,11 @@ use crate::chat::{Message, Role};
 /// Where a template renders system messages, in their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SystemPlaces {
-    /// Nowhere.
+    /// It renders none.
     Never,
-    /// Only one, as the first message.
+    /// It renders one, as the first message.
     First,
-    /// Everywhere.
+    /// It renders them everywhere.
     #[default]
     Anywhere,
 }
@@ -145,7 +145,7 @@ mod tests {
 
     /// What a turn has sent stays the same in all later turns, so that its KV is found again.
     #[test]
-    fn earlier_messages_do_not_change_when_the_conversation_goes_on() {
+    fn earlier_messages_do_not_change_when_the_conversation_continues() {
         let mut random = 1_u64;
         let mut next = |below: u64| {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
