@@ -197,9 +197,9 @@ def test_tokens_are_counted_without_an_answer(calls, ask, sim):
     [
         ({"model": "missing"}, anthropic.NotFoundError, "missing"), ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"temperature": 3}, anthropic.BadRequestError, "temperature"), ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"messages": [{"role": "user", "content": "word " * 100_000}]}, anthropic.BadRequestError, "context"),
+        ({"messages": [{"role": "user", "content": "word " * 100_000}]}, anthropic.BadRequestError, "prompt is too long"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "a"}}]}]}, anthropic.BadRequestError, "image"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError, "tools"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
         ({"tool_choice": NAMED}, anthropic.BadRequestError, "tool_choice"),
     ],
     ids=["model", "no messages", "temperature", "max_tokens", "context", "image", "server tool", "tool_choice"],

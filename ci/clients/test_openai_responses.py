@@ -154,7 +154,7 @@ def test_parameter_that_does_not_change_the_response(respond, parameters):
     "parameters, named",
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"), ({"conversation": "conv_1"}, "conversation"),
-        ({"tools": [{"type": "web_search"}]}, "tools"), ({"input": []}, "input"), ({"temperature": 3}, "temperature"), ({"prompt": {"id": "a"}}, "prompt"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"), ({"tools": [{"type": "custom"}]}, "tools"), ({"input": []}, "input"), ({"temperature": 3}, "temperature"), ({"prompt": {"id": "a"}}, "prompt"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}]}]}, "input"),
         ({"text": {"format": {"type": "no such type"}}}, "text"), ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
