@@ -54,7 +54,7 @@ pub struct ChatTemplate {
 pub enum RenderError {
     /// The template refuses the conversation, or its execution fails.
     Refused(Error),
-    /// The template executes more than [`STEPS_MAX`] instructions, or exceeds the [`limits`] on memory and time.
+    /// The template executes too many instructions, or exceeds its limits on memory and time.
     Exhausted,
     /// The text is longer than the caller allows.
     TooLong,
