@@ -52,7 +52,8 @@ pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abiliti
     } else {
         SystemPlaces::First
     };
-    let alternates = !ordered(&[asked, last])?;
+    // A template that renders no texts requires nothing.
+    let alternates = ordered(&[asked])? && !ordered(&[asked, last])?;
 
     let tool = Tool::function(NAME.to_owned(), Some("b".to_owned()), json!({ "type": "object", "properties": {} }));
     let tools = Tools { list: vec![tool], choice: ToolChoice::Auto, parallel: true };
