@@ -10,7 +10,10 @@ use super::{
 use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
+use tandem_text::{
+    ServedModel,
+    chat::{Message, Role, ToolCall},
+};
 
 /// The beginning of a line that a client puts before its system prompt for Anthropic's billing, in a block of its own or not. It differs in every
 /// request, so it would keep the rest of the prompt from being found in a cache.

@@ -7,7 +7,7 @@ use super::{
 use crate::error::RequestError;
 use serde_json::{Value, json};
 use tandem_grammar::{Constraint, Kind};
-use tandem_text::{chat::ToolCallParser, chat::ToolChoice, chat::Tools};
+use tandem_text::chat::{ToolCallParser, ToolChoice, Tools};
 
 /// Adds the constraint that makes the model call the required tools. If it may call tools and its text is constrained to JSON, it can do
 /// either.

@@ -15,8 +15,8 @@ use std::{borrow::Cow, sync::Arc};
 use tandem_grammar::StackError;
 use tandem_kv::TokenId;
 use tandem_text::{
-    ChatTemplate, EncodeError, NamespaceEncodings, RenderError, ServedModel, Tokenizer, chat::Conversation, chat::Message,
-    chat::OutputFormat, chat::ReasoningFormat, chat::TemplateOptions, chat::ToolFormat,
+    ChatTemplate, EncodeError, NamespaceEncodings, RenderError, ServedModel, Tokenizer,
+    chat::{Conversation, Message, OutputFormat, ReasoningFormat, TemplateOptions, ToolFormat},
 };
 
 /// The variables with which templates switch reasoning on and off.

@@ -13,7 +13,7 @@ use serde::{
 };
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
-use tandem_text::{chat::Message, chat::Role, chat::ToolCall};
+use tandem_text::chat::{Message, Role, ToolCall};
 
 /// The type of the part that OpenAI's models answer in place of a text, and the name of its field.
 const REFUSAL: &str = "refusal";

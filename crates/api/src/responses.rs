@@ -13,7 +13,10 @@ use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashSet};
-use tandem_text::{ServedModel, chat::Message, chat::Role, chat::ToolCall};
+use tandem_text::{
+    ServedModel,
+    chat::{Message, Role, ToolCall},
+};
 
 /// The limits of OpenAI's API for `metadata`.
 const METADATA_MAX: usize = 16;

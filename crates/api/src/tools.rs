@@ -12,7 +12,7 @@ use serde::{
 };
 use serde_json::{Value, json};
 use std::{borrow::Cow, collections::HashSet};
-use tandem_text::{chat::Tool, chat::ToolChoice, chat::Tools};
+use tandem_text::chat::{Tool, ToolChoice, Tools};
 
 /// The maximum number of tools of a request. OpenAI's API allows 128.
 pub(crate) const TOOLS_MAX: usize = 1024;

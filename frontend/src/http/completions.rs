@@ -15,10 +15,9 @@ use axum::{
 use bytes::Bytes;
 use std::sync::Arc;
 use tandem_api::{
-    CompletionRequest, Problem,
+    CompletionRequest, Problem, check_context, check_texts,
     completions::{Completion, Input},
 };
-use tandem_api::{check_context, check_texts};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Completions, request, prepare).await

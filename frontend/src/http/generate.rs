@@ -13,8 +13,7 @@ use axum::{
 };
 use bytes::Bytes;
 use std::sync::Arc;
-use tandem_api::check_context;
-use tandem_api::{Generate, GenerateRequest};
+use tandem_api::{Generate, GenerateRequest, check_context};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Generate, request, prepare).await

@@ -71,6 +71,15 @@ impl Message {
         add(&mut self.reasoning, text);
     }
 
+    /// Appends to the content, after the separator if there is content.
+    pub(super) fn append(&mut self, separator: &str, text: &str) {
+        let content = self.content.get_or_insert_default();
+        if !content.is_empty() {
+            content.push_str(separator);
+        }
+        content.push_str(text);
+    }
+
     /// Returns the message as a template receives it. As in vLLM, a message has a field only if the client sent it, and reasoning has both of its
     /// names.
     pub(super) fn for_template(&self, form: &MessageForm) -> Value {

@@ -14,7 +14,7 @@ pub(super) fn messages(given: &[Message]) -> Vec<Message> {
             let result = format!("<tool_response>\n{}\n</tool_response>", text(message));
             // Many templates require that user and assistant messages alternate, so the results of one answer become one message.
             match messages.last_mut().filter(|_| follows_result) {
-                Some(previous) => append(previous, "\n", &result),
+                Some(previous) => previous.append("\n", &result),
                 None => messages.push(Message::new(Role::User, result)),
             }
         } else {
@@ -29,19 +29,11 @@ fn text(message: &Message) -> &str {
     message.content.as_deref().unwrap_or_default()
 }
 
-fn append(message: &mut Message, separator: &str, text: &str) {
-    let content = message.content.get_or_insert_default();
-    if !content.is_empty() {
-        content.push_str(separator);
-    }
-    content.push_str(text);
-}
-
 fn with_calls_as_text(message: &Message) -> Message {
     let mut plain = Message { tool_calls: Vec::new(), tool_call_id: None, ..message.clone() };
     for call in &message.tool_calls {
         let call = json!({ "name": call.name, "arguments": call.arguments });
-        append(&mut plain, "\n", &format!("<tool_call>\n{call}\n</tool_call>"));
+        plain.append("\n", &format!("<tool_call>\n{call}\n</tool_call>"));
     }
     plain
 }
@@ -61,7 +53,7 @@ pub(super) fn describe(messages: &mut Vec<Message>, tools: &[Tool], system: bool
     );
     let role = if system { Role::System } else { Role::User };
     if let Some(first) = messages.first_mut().filter(|first| system && first.role == role) {
-        return append(first, "\n\n", &description);
+        return first.append("\n\n", &description);
     }
     match messages.iter_mut().find(|message| !system && message.role == role) {
         Some(first) => first.content = Some(format!("{description}\n\n{}", text(first))),

@@ -91,11 +91,7 @@ fn marked(message: &Message) -> Message {
 }
 
 fn append(message: &mut Message, more: &Message) {
-    let content = message.content.get_or_insert_default();
-    if !content.is_empty() {
-        content.push_str("\n\n");
-    }
-    content.push_str(more.content.as_deref().unwrap_or_default());
+    message.append("\n\n", more.content.as_deref().unwrap_or_default());
 }
 
 #[cfg(test)]
