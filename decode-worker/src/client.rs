@@ -5,7 +5,7 @@ use tandem_process::trace::Span;
 use tandem_proto::v1::{GenerateReply, PrefillChunk, PrefillTimeline, generate_reply::Message};
 use tandem_worker::{Disconnected, LedgerEntry, ReplySender};
 
-pub(crate) struct Client {
+pub(crate) struct ClientStream {
     replies: ReplySender<GenerateReply>,
     entry: LedgerEntry,
     pub(crate) span: Span,
@@ -13,7 +13,7 @@ pub(crate) struct Client {
     began: Once,
 }
 
-impl Client {
+impl ClientStream {
     pub(crate) fn new(replies: ReplySender<GenerateReply>, entry: LedgerEntry, span: Span) -> Self {
         Self { replies, entry, span, scheduled: Once::new(), began: Once::new() }
     }

@@ -26,7 +26,7 @@ const BAD_WORD_TOKENS_MAX: usize = 512;
 const WEIGHT_MAX: f32 = 1_000.0;
 
 #[derive(Debug)]
-pub(crate) struct Request {
+pub(crate) struct DecodeRequest {
     pub(crate) attempt: u32,
     pub(crate) traceparent: String,
     pub(crate) generate: Generate,
@@ -34,7 +34,7 @@ pub(crate) struct Request {
     pub(crate) prefill: Option<WorkerRef>,
     /// The time within which the prefill must begin; `None` sets no limit.
     pub(crate) start_within: Option<Duration>,
-    /// The time until which the request may wait in line.
+    /// The time until which the request may wait in the queue.
     pub(crate) wait_until: Option<Instant>,
 }
 
@@ -68,7 +68,7 @@ pub(crate) enum Invalid {
     PromptLogprobsElsewhere,
 }
 
-impl Request {
+impl DecodeRequest {
     pub(crate) fn check(request: GenerateRequest, vocab_size: usize) -> Result<Self, Invalid> {
         let known = |token: &TokenId| usize::try_from(*token).is_ok_and(|token| token < vocab_size);
         if request.prompt.is_empty() {

@@ -7,7 +7,7 @@ use tandem_proto::v1::{Failure, FailureReason};
 use tandem_worker::{Disconnected, NotServed};
 
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Ended {
+pub(crate) enum DecodeEnd {
     #[error(transparent)]
     Disconnected(#[from] Disconnected),
     #[error("the requested worker instance has ended; request a new placement")]
@@ -28,7 +28,7 @@ pub(crate) enum Ended {
     Revoked,
     #[error("the prompt's prefill did not begin in time; try another worker")]
     NotStarted { culprit: String },
-    #[error("the request has waited in line for longer than its limit; try again later")]
+    #[error("the request has waited in the queue for longer than its limit; try again later")]
     Overloaded,
     #[error("no KV blocks became free in time; try again later or on another worker")]
     NoBlocks,
@@ -60,7 +60,7 @@ pub(crate) enum Ended {
     Hung,
 }
 
-impl Ended {
+impl DecodeEnd {
     /// Returns the failure to report to the client, unless the client has disconnected. `instance_id` is the id of this worker's instance.
     pub(crate) fn report(self, instance_id: &str) -> Result<Failure, Disconnected> {
         let (message, this) = (self.to_string(), instance_id.to_owned());

@@ -5,24 +5,24 @@ use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc};
 use tokio_util::sync::CancellationToken;
 
-type Key = (String, u32);
+type AttemptKey = (String, u32);
 
 /// The attempts of one worker whose clients may still call `Finish`.
 #[derive(Clone, Default)]
-pub(crate) struct Finishing(Arc<Mutex<HashMap<Key, CancellationToken>>>);
+pub(crate) struct Finishing(Arc<Mutex<HashMap<AttemptKey, CancellationToken>>>);
 
 /// An attempt of the worker. Dropping this value removes the attempt from [`Finishing`].
-pub(crate) struct Attempt {
+pub(crate) struct FinishingAttempt {
     all: Finishing,
-    key: Key,
+    key: AttemptKey,
     finish: CancellationToken,
 }
 
 impl Finishing {
-    pub(crate) fn add(&self, request_id: &str, attempt: u32) -> Attempt {
+    pub(crate) fn add(&self, request_id: &str, attempt: u32) -> FinishingAttempt {
         let (key, finish) = ((request_id.to_owned(), attempt), CancellationToken::new());
         self.0.lock().insert(key.clone(), finish.clone());
-        Attempt { all: self.clone(), key, finish }
+        FinishingAttempt { all: self.clone(), key, finish }
     }
 
     /// Requests the end of an attempt's generation. Does nothing if the attempt is unknown, because then it has already ended.
@@ -33,14 +33,14 @@ impl Finishing {
     }
 }
 
-impl Attempt {
+impl FinishingAttempt {
     /// Resolves when the client requests the end of the generation.
     pub(crate) async fn finish_requested(&self) {
         self.finish.cancelled().await;
     }
 }
 
-impl Drop for Attempt {
+impl Drop for FinishingAttempt {
     fn drop(&mut self) {
         self.all.0.lock().remove(&self.key);
     }

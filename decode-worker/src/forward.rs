@@ -1,10 +1,10 @@
 //! Forwards a job's events to its client.
 
 use crate::{
-    client::Client,
+    client::ClientStream,
     convert::{self, Output},
-    failure::Ended,
-    finishing::Attempt,
+    failure::DecodeEnd,
+    finishing::FinishingAttempt,
 };
 use futures::FutureExt;
 use tandem_engine::Event;
@@ -21,9 +21,9 @@ const TOKENS_MAX: usize = 256;
 pub(crate) async fn forward(
     job: &mut dyn Job,
     output: Output,
-    client: &Client,
+    client: &ClientStream,
     late: Option<LateCount<'_>>,
-) -> Result<(), Ended> {
+) -> Result<(), DecodeEnd> {
     let mut tokens = Pending::default();
     let mut running = output.samples;
     let mut finishing = false;
@@ -91,7 +91,7 @@ pub(crate) async fn forward(
             // The job has failed, or the engine has ended: no other event can follow `Started`.
             _ => {
                 tokens.flush(client).await?;
-                return Err(Ended::Engine);
+                return Err(DecodeEnd::Engine);
             }
         }
     }
@@ -101,7 +101,7 @@ pub(crate) async fn forward(
 /// An attempt whose cached tokens the engine reports only at its end.
 pub(crate) struct LateCount<'a> {
     pub(crate) worker: &'a Worker,
-    pub(crate) attempt: Attempt,
+    pub(crate) attempt: FinishingAttempt,
 }
 
 async fn finish_requested(late: &Option<LateCount<'_>>) {
@@ -126,7 +126,7 @@ impl Pending {
         }
     }
 
-    async fn flush(&mut self, client: &Client) -> Result<(), Disconnected> {
+    async fn flush(&mut self, client: &ClientStream) -> Result<(), Disconnected> {
         self.len = 0;
         for tokens in self.samples.drain(..) {
             client.send(Message::Tokens(tokens)).await?;

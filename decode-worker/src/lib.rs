@@ -22,7 +22,7 @@ mod worker;
 use finishing::Finishing;
 use handles::Handles;
 use memory::EngineMemory;
-use service::Service;
+use service::DecodeService;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
@@ -33,7 +33,7 @@ use tandem_transfer::{Lifetime, ReceivePaths, TransferMode};
 use tandem_worker::{Backend, Direction, KvExchange, WorkerError, WorkerSettings};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
-use worker::{Receiving, Worker};
+use worker::{DecodeWorker, Receiving};
 
 /// Settings of a decode worker.
 #[derive(Clone, Debug)]
@@ -100,7 +100,7 @@ pub async fn run(
         KvExchange::Handles { .. } => Receiving::Handles(Handles::new(network.key().hash_key())),
         KvExchange::None => Receiving::None,
     };
-    let worker = Worker {
+    let worker = DecodeWorker {
         common: common.clone(),
         address,
         receiving,
@@ -109,7 +109,7 @@ pub async fn run(
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
         receive_timeout: settings.receive_timeout,
     };
-    let decode = DecodeServer::new(Service(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    let decode = DecodeServer::new(DecodeService(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
     Ok(common.serve(listener, routes.add_service(decode)).await?)
 }
 

@@ -1,6 +1,6 @@
-//! The client of a prefill worker: one `Prefill` stream.
+//! The client of a prefill worker: one `RemotePrefill` stream.
 
-use crate::{client::Client, failure::Ended, worker::in_time};
+use crate::{client::ClientStream, failure::DecodeEnd, worker::in_time};
 use std::time::Duration;
 use tandem_proto::{
     channel::{Channels, MESSAGE_BYTES_MAX, has_ended},
@@ -15,7 +15,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
 /// One prompt's prefill on another worker. Dropping this value cancels the prefill.
-pub(crate) struct Prefill {
+pub(crate) struct RemotePrefill {
     pub(crate) instance_id: String,
     /// The prefill worker's transfer capabilities, which it sends before the message `Scheduled`; `None` if it has sent none.
     pub(crate) offered: Option<TransferCapabilities>,
@@ -23,7 +23,7 @@ pub(crate) struct Prefill {
     replies: Streaming<PrefillReply>,
 }
 
-pub(crate) enum Reply {
+pub(crate) enum PrefillNews {
     /// The prompt waits in the prefill worker's queue, whose engine makes progress.
     Waiting,
     /// The prompt has left the prefill worker's queue; `Scheduled` follows.
@@ -34,11 +34,11 @@ pub(crate) enum Reply {
     Failure(Failure),
 }
 
-impl Prefill {
+impl RemotePrefill {
     /// Opens the stream; returns once the prefill worker has accepted it.
-    async fn open(channels: &Channels, prefill: WorkerRef, start: PrefillStart) -> Result<Self, Ended> {
+    async fn open(channels: &Channels, prefill: WorkerRef, start: PrefillStart) -> Result<Self, DecodeEnd> {
         let WorkerRef { instance_id, address, .. } = prefill;
-        let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
+        let lost = || DecodeEnd::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
         // The channel has capacity for all messages that are sent: the start, then either the ticket or the report that the KV was pulled.
         let (requests, receiver) = mpsc::channel(2);
@@ -65,13 +65,13 @@ impl Prefill {
         prefill: WorkerRef,
         start: PrefillStart,
         limit: Option<Duration>,
-        client: &Client,
-    ) -> Result<(Self, Reply), Ended> {
+        client: &ClientStream,
+    ) -> Result<(Self, PrefillNews), DecodeEnd> {
         let culprit = prefill.instance_id.clone();
         let mut opened = in_time(limit, Self::open(channels, prefill, start), &culprit).await?;
         loop {
             match in_time(limit, opened.next(), &culprit).await? {
-                Reply::Waiting => client.send(generate_reply::Message::Waiting(Waiting {})).await?,
+                PrefillNews::Waiting => client.send(generate_reply::Message::Waiting(Waiting {})).await?,
                 first => return Ok((opened, first)),
             }
         }
@@ -79,19 +79,19 @@ impl Prefill {
 
     /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker. This method is
     /// cancel-safe.
-    pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
+    pub(crate) async fn next(&mut self) -> Result<PrefillNews, DecodeEnd> {
         loop {
             let reply = self.replies.message().await.map_err(|status| {
                 tracing::debug!(%status, "the stream from the prefill worker was interrupted");
-                if has_ended(&status) { Ended::PrefillGone { prefill: self.instance_id.clone() } } else { self.lost() }
+                if has_ended(&status) { DecodeEnd::PrefillGone { prefill: self.instance_id.clone() } } else { self.lost() }
             })?;
             return match reply.ok_or_else(|| self.lost())?.message {
-                Some(prefill_reply::Message::Waiting(_)) => Ok(Reply::Waiting),
-                Some(prefill_reply::Message::Submitted(_)) => Ok(Reply::Submitted),
-                Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Reply::Scheduled(scheduled)),
-                Some(prefill_reply::Message::KvHandle(handle)) => Ok(Reply::Handle(handle)),
-                Some(prefill_reply::Message::Done(done)) => Ok(Reply::Done(done)),
-                Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Reply::Failure),
+                Some(prefill_reply::Message::Waiting(_)) => Ok(PrefillNews::Waiting),
+                Some(prefill_reply::Message::Submitted(_)) => Ok(PrefillNews::Submitted),
+                Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(PrefillNews::Scheduled(scheduled)),
+                Some(prefill_reply::Message::KvHandle(handle)) => Ok(PrefillNews::Handle(handle)),
+                Some(prefill_reply::Message::Done(done)) => Ok(PrefillNews::Done(done)),
+                Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(PrefillNews::Failure),
                 Some(prefill_reply::Message::TransferCapabilities(capabilities)) => {
                     self.offered = Some(capabilities);
                     continue;
@@ -110,12 +110,12 @@ impl Prefill {
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Pulled(KvPulled {})) });
     }
 
-    pub(crate) fn lost(&self) -> Ended {
-        Ended::PrefillLost { prefill: self.instance_id.clone() }
+    pub(crate) fn lost(&self) -> DecodeEnd {
+        DecodeEnd::PrefillLost { prefill: self.instance_id.clone() }
     }
 
     /// Checks a failure. A failure with an unknown reason counts as a lost worker.
-    fn failure(&self, mut failure: Failure) -> Result<Failure, Ended> {
+    fn failure(&self, mut failure: Failure) -> Result<Failure, DecodeEnd> {
         if matches!(FailureReason::try_from(failure.reason), Err(_) | Ok(FailureReason::Unspecified)) {
             return Err(self.lost());
         }

@@ -5,13 +5,13 @@
 //! and only while it is valid.
 
 use crate::{
-    client::Client,
-    convert::{self, Request},
-    failure::Ended,
+    client::ClientStream,
+    convert::{self, DecodeRequest},
+    failure::DecodeEnd,
     forward::forward,
     handles::Handles,
-    prefill::{Prefill, Reply},
-    worker::{RemotePrompt, Worker, in_line},
+    prefill::{PrefillNews, RemotePrefill},
+    worker::{DecodeWorker, RemotePrompt, in_line},
 };
 use futures::FutureExt;
 use tandem_engine::{Event, Generate, KvSource};
@@ -21,8 +21,14 @@ use tandem_worker::Job;
 use tokio::time::{Instant, timeout_at};
 
 /// Runs one attempt. Dropping the future ends the attempt on both workers.
-pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt<'_>, client: &Client) -> Result<(), Ended> {
-    let RemotePrompt { request: Request { generate, output, start_within, wait_until, .. }, start, prefill, waiting } = remote;
+pub(crate) async fn run(
+    worker: &DecodeWorker,
+    handles: &Handles,
+    remote: RemotePrompt<'_>,
+    client: &ClientStream,
+) -> Result<(), DecodeEnd> {
+    let RemotePrompt { request: DecodeRequest { generate, output, start_within, wait_until, .. }, start, prefill, waiting } =
+        remote;
     let generate = Generate { kv: KvSource::Handle, ..generate };
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
     let culprit = prefill.instance_id.clone();
@@ -31,7 +37,7 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
         Some(Event::Submitted) => {}
         other => return Err(ended(other, &worker.common.info.instance_id)),
     }
-    let begin = Prefill::begin(&worker.channels, prefill, start, start_within, client);
+    let begin = RemotePrefill::begin(&worker.channels, prefill, start, start_within, client);
     let (mut prefill, first) = in_line(wait_until, begin).await?;
     let deadline = Instant::now() + worker.receive_timeout;
     let pulling = async {
@@ -39,19 +45,19 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
         // A failure message after the handle means that the handle has expired.
         let expired = prefill.next().now_or_never().is_some();
         let handle = handles.take(handle, digest).filter(|_| !expired);
-        job.pull(handle.ok_or_else(|| Ended::BadHandle { prefill: culprit.clone() })?).await;
+        job.pull(handle.ok_or_else(|| DecodeEnd::BadHandle { prefill: culprit.clone() })?).await;
         match job.next().await {
             Some(Event::Started(started)) => Ok(started),
             other => Err(ended(other, &culprit)),
         }
     };
-    let not_received = |_| Err(Ended::NotReceived { prefill: culprit.clone() });
+    let not_received = |_| Err(DecodeEnd::NotReceived { prefill: culprit.clone() });
     let started = timeout_at(deadline, pulling).await.unwrap_or_else(not_received)?;
     drop(waiting);
     client.send(Message::DecodeStarted(convert::started(&started))).await?;
     prefill.confirm_pulled();
     let chunks = async {
-        if let Ok(Reply::Done(PrefillDone { chunks, .. })) = prefill.next().await {
+        if let Ok(PrefillNews::Done(PrefillDone { chunks, .. })) = prefill.next().await {
             client.prefilled(chunks).await?;
         }
         drop(prefill);
@@ -62,18 +68,23 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
 }
 
 /// Waits for the prefill worker's handle. Meanwhile forwards that worker's count of cached tokens to the client.
-async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: &Client) -> Result<v1::KvHandle, Ended> {
+async fn handle(
+    job: &mut dyn Job,
+    prefill: &mut RemotePrefill,
+    first: PrefillNews,
+    client: &ClientStream,
+) -> Result<v1::KvHandle, DecodeEnd> {
     let (mut reply, mut scheduled) = (first, false);
     loop {
         match reply {
-            Reply::Waiting | Reply::Submitted => {}
-            Reply::Scheduled(message) if !scheduled => {
+            PrefillNews::Waiting | PrefillNews::Submitted => {}
+            PrefillNews::Scheduled(message) if !scheduled => {
                 client.send(Message::Scheduled(message)).await?;
                 scheduled = true;
             }
-            Reply::Handle(handle) if scheduled => return Ok(handle),
-            Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
-            Reply::Scheduled(_) | Reply::Handle(_) | Reply::Done(_) => return Err(prefill.lost()),
+            PrefillNews::Handle(handle) if scheduled => return Ok(handle),
+            PrefillNews::Failure(failure) => return Err(DecodeEnd::Prefill(failure)),
+            PrefillNews::Scheduled(_) | PrefillNews::Handle(_) | PrefillNews::Done(_) => return Err(prefill.lost()),
         }
         reply = tokio::select! {
             biased;
@@ -83,10 +94,10 @@ async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: 
     }
 }
 
-fn ended(event: Option<Event>, prefill: &str) -> Ended {
+fn ended(event: Option<Event>, prefill: &str) -> DecodeEnd {
     match event {
-        Some(Event::PullFailed) => Ended::NotPulled { prefill: prefill.to_owned() },
+        Some(Event::PullFailed) => DecodeEnd::NotPulled { prefill: prefill.to_owned() },
         Some(Event::Refused(refusal)) => refusal.into(),
-        _ => Ended::Engine,
+        _ => DecodeEnd::Engine,
     }
 }

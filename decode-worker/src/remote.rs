@@ -4,13 +4,13 @@
 //! released with the job, however the job ends.
 
 use crate::{
-    client::Client,
-    convert::{self, Request},
-    failure::Ended,
+    client::ClientStream,
+    convert::{self, DecodeRequest},
+    failure::DecodeEnd,
     forward::forward,
-    prefill::{Prefill, Reply},
+    prefill::{PrefillNews, RemotePrefill},
     pull,
-    worker::{Receiving, RemotePrompt, Worker, in_line},
+    worker::{DecodeWorker, Receiving, RemotePrompt, in_line},
 };
 use std::{convert::Infallible, future::pending};
 use tandem_engine::{Event, Started};
@@ -22,13 +22,18 @@ use tandem_worker::{Direction, Job};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends the attempt on both workers.
-pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
+pub(crate) async fn run(
+    worker: &DecodeWorker,
+    request: DecodeRequest,
+    prefill: WorkerRef,
+    client: &ClientStream,
+) -> Result<(), DecodeEnd> {
     if !prefill.has_signed_address(Role::Prefill, worker.channels.network().key()) {
         worker.common.metrics.count_unsigned_address();
-        return Err(Ended::UnsignedAddress);
+        return Err(DecodeEnd::UnsignedAddress);
     }
     request.generate.check(worker.common.backend.info())?;
-    let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
+    let waiting = worker.remote_waiting.try_acquire().map_err(|_| DecodeEnd::RemoteWaitingFull)?;
     let generate = &request.generate;
     let start = PrefillStart {
         request_id: generate.request_id.clone(),
@@ -44,24 +49,27 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     match &worker.receiving {
         Receiving::Transfers(transfers) => run_with_transfers(worker, transfers, remote, client).await,
         Receiving::Handles(handles) => pull::run(worker, handles, remote, client).await,
-        Receiving::None => Err(Ended::NoKvExchange),
+        Receiving::None => Err(DecodeEnd::NoKvExchange),
     }
 }
 
 /// Receives the KV in blocks over a transfer path.
 async fn run_with_transfers(
-    worker: &Worker,
+    worker: &DecodeWorker,
     transfers: &ReceivePaths,
     remote: RemotePrompt<'_>,
-    client: &Client,
-) -> Result<(), Ended> {
-    let RemotePrompt { request: Request { generate, output, start_within, wait_until, .. }, start, prefill, waiting } = remote;
-    let begin = Prefill::begin(&worker.channels, prefill, start, start_within, client);
+    client: &ClientStream,
+) -> Result<(), DecodeEnd> {
+    let RemotePrompt { request: DecodeRequest { generate, output, start_within, wait_until, .. }, start, prefill, waiting } =
+        remote;
+    let begin = RemotePrefill::begin(&worker.channels, prefill, start, start_within, client);
     let (mut prefill, first) = in_line(wait_until, begin).await?;
     let scheduled = match first {
-        Reply::Scheduled(scheduled) => scheduled,
-        Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
-        Reply::Waiting | Reply::Submitted | Reply::Handle(_) | Reply::Done(_) => return Err(prefill.lost()),
+        PrefillNews::Scheduled(scheduled) => scheduled,
+        PrefillNews::Failure(failure) => return Err(DecodeEnd::Prefill(failure)),
+        PrefillNews::Waiting | PrefillNews::Submitted | PrefillNews::Handle(_) | PrefillNews::Done(_) => {
+            return Err(prefill.lost());
+        }
     };
     client.send(Message::Scheduled(scheduled)).await?;
     let received_by = Instant::now() + worker.receive_timeout;
@@ -103,14 +111,14 @@ struct ReceivedBlocks {
 /// Reserves blocks, sends a ticket for the missing ones, and waits until the prefill worker has confirmed that all of them are written.
 /// Before this confirmation the written blocks may be forged.
 async fn receive(
-    (worker, transfers): (&Worker, &ReceivePaths),
+    (worker, transfers): (&DecodeWorker, &ReceivePaths),
     job: &mut dyn Job,
-    prefill: &mut Prefill,
+    prefill: &mut RemotePrefill,
     negotiated: &mut Option<Negotiated>,
     Deadlines { wait_until, received_by }: Deadlines,
-) -> Result<ReceivedBlocks, Ended> {
+) -> Result<ReceivedBlocks, DecodeEnd> {
     let mut done: Option<PrefillDone> = None;
-    let overdue = in_line(wait_until, pending::<Result<Infallible, Ended>>());
+    let overdue = in_line(wait_until, pending::<Result<Infallible, DecodeEnd>>());
     tokio::pin!(overdue);
     loop {
         tokio::select! {
@@ -131,32 +139,32 @@ async fn receive(
                 Some(Event::Started(started)) => {
                     return Ok(ReceivedBlocks { started, chunks: done.map(|done| done.chunks).unwrap_or_default() });
                 }
-                Some(Event::Revoked) => return Err(Ended::Revoked),
+                Some(Event::Revoked) => return Err(DecodeEnd::Revoked),
                 Some(Event::WriteRefused(reason)) => {
                     let prefill = prefill.instance_id.clone();
                     tracing::warn!(%reason, prefill, "refused a write that a prompt's ticket does not allow; the prompt's prefill is repeated");
-                    return Err(Ended::WriteRefused { prefill });
+                    return Err(DecodeEnd::WriteRefused { prefill });
                 }
-                _ => return Err(Ended::Engine),
+                _ => return Err(DecodeEnd::Engine),
             },
             reply = prefill.next(), if done.is_none() => match reply? {
-                Reply::Done(confirmation) => {
+                PrefillNews::Done(confirmation) => {
                     let Some(negotiated) = negotiated else { return Err(prefill.lost()) };
                     negotiated.confirmed(&confirmation).await;
                     done = Some(confirmation);
                 }
                 // The ticket did not arrive at the prefill worker in time, because this worker had no free blocks for the prompt.
-                Reply::Failure(failure) if negotiated.is_none() && failure.reason() == FailureReason::Timeout => {
-                    return Err(Ended::NoBlocks);
+                PrefillNews::Failure(failure) if negotiated.is_none() && failure.reason() == FailureReason::Timeout => {
+                    return Err(DecodeEnd::NoBlocks);
                 }
-                Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
-                Reply::Waiting | Reply::Submitted | Reply::Scheduled(_) | Reply::Handle(_) => return Err(prefill.lost()),
+                PrefillNews::Failure(failure) => return Err(DecodeEnd::Prefill(failure)),
+                PrefillNews::Waiting | PrefillNews::Submitted | PrefillNews::Scheduled(_) | PrefillNews::Handle(_) => return Err(prefill.lost()),
             },
             Err(overdue) = &mut overdue, if negotiated.is_none() => return Err(overdue),
             () = tokio::time::sleep_until(received_by) => {
                 return Err(match negotiated {
-                    None => Ended::NoBlocks,
-                    Some(_) => Ended::NotReceived { prefill: prefill.instance_id.clone() },
+                    None => DecodeEnd::NoBlocks,
+                    Some(_) => DecodeEnd::NotReceived { prefill: prefill.instance_id.clone() },
                 });
             }
         }

@@ -2,12 +2,12 @@
 //! the answer.
 
 use crate::{
-    client::Client,
-    convert::Request,
-    failure::Ended,
+    client::ClientStream,
+    convert::DecodeRequest,
+    failure::DecodeEnd,
     forward::{LateCount, forward},
     remote,
-    worker::{Worker, in_line},
+    worker::{DecodeWorker, in_line},
 };
 use std::sync::Arc;
 use tandem_engine::Event;
@@ -19,10 +19,10 @@ use tandem_worker::{CountedJob, Disconnected, Replies, ScheduledPrompt};
 use tonic::{Response, Status};
 use tracing::Instrument;
 
-pub(crate) struct Service(pub(crate) Arc<Worker>);
+pub(crate) struct DecodeService(pub(crate) Arc<DecodeWorker>);
 
 #[tonic::async_trait]
-impl Decode for Service {
+impl Decode for DecodeService {
     type GenerateStream = Replies<GenerateReply>;
 
     async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
@@ -38,7 +38,8 @@ impl Decode for Service {
         }
         let logged = span.logged(&request.request_id, request.attempt);
         let entry = worker.common.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
-        let serve = |replies| async move { worker.serve(request, Client::new(replies, entry, span)).await }.instrument(logged);
+        let serve =
+            |replies| async move { worker.serve(request, ClientStream::new(replies, entry, span)).await }.instrument(logged);
         Ok(Response::new(self.0.common.requests.start(serve)))
     }
 
@@ -51,27 +52,27 @@ impl Decode for Service {
     }
 }
 
-impl Worker {
-    async fn serve(&self, request: GenerateRequest, client: Client) -> Result<(), Disconnected> {
+impl DecodeWorker {
+    async fn serve(&self, request: GenerateRequest, client: ClientStream) -> Result<(), Disconnected> {
         let ended = tokio::select! {
             biased;
             ended = self.run(request, &client) => ended,
-            () = self.common.backend.hung() => Err(Ended::Hung),
+            () = self.common.backend.hung() => Err(DecodeEnd::Hung),
         };
         let Err(ended) = ended else { return Ok(()) };
         tracing::debug!(%ended, "generation ended early");
         client.send(Message::Failure(ended.report(&self.common.info.instance_id)?)).await
     }
 
-    async fn run(&self, request: GenerateRequest, client: &Client) -> Result<(), Ended> {
+    async fn run(&self, request: GenerateRequest, client: &ClientStream) -> Result<(), DecodeEnd> {
         let tandem_worker::Worker { info, backend, shutdown, .. } = &self.common;
         if request.instance_id != info.instance_id {
-            return Err(Ended::WrongInstance { requested: request.instance_id });
+            return Err(DecodeEnd::WrongInstance { requested: request.instance_id });
         }
         if shutdown.is_draining() {
-            return Err(Ended::Draining);
+            return Err(DecodeEnd::Draining);
         }
-        let request = Request::check(request, backend.info().vocab_size)?;
+        let request = DecodeRequest::check(request, backend.info().vocab_size)?;
         self.common.model_of(&request.generate.namespace)?;
         match request.prefill.clone() {
             None => self.local(request, client).await,
@@ -79,8 +80,8 @@ impl Worker {
         }
     }
 
-    async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
-        let Request { attempt, generate, output, start_within, wait_until, .. } = request;
+    async fn local(&self, request: DecodeRequest, client: &ClientStream) -> Result<(), DecodeEnd> {
+        let DecodeRequest { attempt, generate, output, start_within, wait_until, .. } = request;
         let prompt = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
         let (namespace, request_id, account) =
             (&generate.namespace.clone(), &generate.request_id.clone(), &generate.account.clone());
@@ -97,7 +98,7 @@ impl Worker {
             }
             Some(Event::Submitted) => Some(LateCount { worker: &self.common, attempt: self.finishing.add(request_id, attempt) }),
             Some(Event::Refused(refusal)) => return Err(refusal.into()),
-            _ => return Err(Ended::Engine),
+            _ => return Err(DecodeEnd::Engine),
         };
         client.send(Message::Scheduled(scheduled)).await?;
         forward(&mut job, output, client, late).await

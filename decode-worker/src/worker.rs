@@ -1,6 +1,6 @@
 //! The state that all requests of a decode worker share.
 
-use crate::{client::Client, convert::Request, failure::Ended, finishing::Finishing, handles::Handles};
+use crate::{client::ClientStream, convert::DecodeRequest, failure::DecodeEnd, finishing::Finishing, handles::Handles};
 use std::time::Duration;
 use tandem_engine::Generate;
 use tandem_proto::{
@@ -14,7 +14,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-pub(crate) struct Worker {
+pub(crate) struct DecodeWorker {
     pub(crate) common: tandem_worker::Worker,
     pub(crate) address: String,
     pub(crate) receiving: Receiving,
@@ -35,19 +35,19 @@ pub(crate) enum Receiving {
 }
 
 pub(crate) struct RemotePrompt<'a> {
-    pub(crate) request: Request,
+    pub(crate) request: DecodeRequest,
     pub(crate) start: PrefillStart,
     pub(crate) prefill: WorkerRef,
     /// The request's permit to wait for a prefill on another worker.
     pub(crate) waiting: SemaphorePermit<'a>,
 }
 
-impl Worker {
-    /// Passes a request to the engine, which first compiles its constraint. Both may have to wait in line.
+impl DecodeWorker {
+    /// Passes a request to the engine, which first compiles its constraint. Both may have to wait in the queue.
     ///
     /// # Errors
-    /// The engine refuses the request, or the request waits in line until `wait_until`.
-    pub(crate) async fn generate(&self, generate: Generate, wait_until: Option<Instant>) -> Result<Box<dyn Job>, Ended> {
+    /// The engine refuses the request, or the request waits in the queue until `wait_until`.
+    pub(crate) async fn generate(&self, generate: Generate, wait_until: Option<Instant>) -> Result<Box<dyn Job>, DecodeEnd> {
         in_line(wait_until, async { Ok(self.common.backend.generate(generate).await?) }).await
     }
 
@@ -59,11 +59,11 @@ impl Worker {
         &self,
         limit: Option<Duration>,
         first: impl Future<Output = T>,
-        client: &Client,
-    ) -> Result<T, Ended> {
+        client: &ClientStream,
+    ) -> Result<T, DecodeEnd> {
         let report = || client.send(Message::Waiting(Waiting {}));
         let first = tandem_worker::first_event(&*self.common.backend, limit, first, report).await?;
-        first.ok_or_else(|| Ended::NotStarted { culprit: self.common.info.instance_id.clone() })
+        first.ok_or_else(|| DecodeEnd::NotStarted { culprit: self.common.info.instance_id.clone() })
     }
 }
 
@@ -71,24 +71,24 @@ impl Worker {
 /// instance `culprit`.
 pub(crate) async fn in_time<T>(
     limit: Option<Duration>,
-    message: impl Future<Output = Result<T, Ended>>,
+    message: impl Future<Output = Result<T, DecodeEnd>>,
     culprit: &str,
-) -> Result<T, Ended> {
+) -> Result<T, DecodeEnd> {
     match limit {
         None => message.await,
-        Some(limit) => {
-            tokio::time::timeout(limit, message).await.unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() }))
-        }
+        Some(limit) => tokio::time::timeout(limit, message)
+            .await
+            .unwrap_or_else(|_| Err(DecodeEnd::NotStarted { culprit: culprit.to_owned() })),
     }
 }
 
-/// Waits in line, but no longer than until this time.
+/// Waits in the queue, but no longer than until this time.
 ///
 /// # Errors
 /// Fails if the wait takes longer, or ends with an error.
-pub(crate) async fn in_line<T>(until: Option<Instant>, wait: impl Future<Output = Result<T, Ended>>) -> Result<T, Ended> {
+pub(crate) async fn in_line<T>(until: Option<Instant>, wait: impl Future<Output = Result<T, DecodeEnd>>) -> Result<T, DecodeEnd> {
     match until {
         None => wait.await,
-        Some(until) => timeout_at(until, wait).await.unwrap_or(Err(Ended::Overloaded)),
+        Some(until) => timeout_at(until, wait).await.unwrap_or(Err(DecodeEnd::Overloaded)),
     }
 }

@@ -10,7 +10,7 @@ use crate::{
 use axum::http::StatusCode;
 use parking_lot::Mutex;
 use std::sync::Arc;
-use tandem_process::{Counts, Shutdown, listen::Peer, trace::Span};
+use tandem_process::{Counts, Shutdown, listen::ClientNetwork, trace::Span};
 use tandem_text::ServedModel;
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
@@ -20,7 +20,7 @@ use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 pub(crate) enum Client {
     Account(String),
     /// The client's IPv4 address, or the IPv6 network to which its address belongs.
-    Address(Peer),
+    Address(ClientNetwork),
 }
 
 /// Limits on the number of sequences (prompts × `n`) that run at a time.

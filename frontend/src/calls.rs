@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use parking_lot::Mutex;
 use serde::Serialize;
 use std::{collections::HashMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
-use tandem_process::{Metrics, line_file::LineFile, listen::Peer};
+use tandem_process::{Metrics, line_file::LineFile, listen::ClientNetwork};
 use tokio::time::{Instant, sleep};
 
 /// The maximum length of a path in the audit log, in bytes. Only `/v1/models/ID` can be longer.
@@ -26,7 +26,7 @@ struct Log {
     file: LineFile,
     lost: Counter,
     /// The lines of the calls without a valid key in this second, by the address; `None`: further addresses, or none.
-    refused: Mutex<HashMap<Option<Peer>, Line>>,
+    refused: Mutex<HashMap<Option<ClientNetwork>, Line>>,
 }
 
 /// A call of the API. The default has no key and is not recorded.
@@ -40,7 +40,7 @@ pub(crate) struct Call {
 /// What the audit log will have about a call. Dropping this value writes the line.
 struct Record {
     log: CallLog,
-    peer: Option<Peer>,
+    peer: Option<ClientNetwork>,
     since: Instant,
     line: Mutex<Line>,
 }
@@ -76,7 +76,7 @@ pub(crate) struct CallHead<'a> {
     pub(crate) request_id: &'a str,
     pub(crate) method: &'a str,
     pub(crate) path: &'a str,
-    pub(crate) peer: Option<Peer>,
+    pub(crate) peer: Option<ClientNetwork>,
 }
 
 impl CallLog {
@@ -97,10 +97,10 @@ impl CallLog {
 }
 
 impl Log {
-    fn refuse(&self, peer: Option<Peer>, line: Line) {
+    fn refuse(&self, peer: Option<ClientNetwork>, line: Line) {
         let mut refused = self.refused.lock();
         let peer = peer.filter(|peer| refused.len() < PEERS_MAX || refused.contains_key(&Some(*peer)));
-        let sum = refused.entry(peer).or_insert(Line { address: peer.map(|Peer(address)| address), count: 0, ..line });
+        let sum = refused.entry(peer).or_insert(Line { address: peer.map(|ClientNetwork(address)| address), count: 0, ..line });
         sum.count += 1;
     }
 
@@ -221,7 +221,7 @@ mod tests {
     }
 
     fn call(log: &CallLog, peer: u32, status: StatusCode) {
-        let peer = Some(Peer::from(IpAddr::from(peer.to_be_bytes())));
+        let peer = Some(ClientNetwork::from(IpAddr::from(peer.to_be_bytes())));
         let head = CallHead { request_id: "r", method: "GET", path: "/v1/models", peer };
         Call::begin(None, Some(log), head).answered(status);
     }

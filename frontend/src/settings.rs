@@ -57,7 +57,7 @@ pub struct FrontendSettings {
     pub router_wait: Duration,
     /// The maximum time from a request to its first token, including all attempts.
     pub first_token_timeout: Duration,
-    /// The longest time for which a request may wait in line for its prefill. A request for which the router estimates a longer wait is refused with 503.
+    /// The longest time for which a request may wait in the queue for its prefill. A request for which the router estimates a longer wait is refused with 503.
     /// `None`: no request is refused for its wait.
     pub max_wait: Option<Duration>,
     /// The maximum number of attempts up to the first token, after which the request fails. A resumed generation may make as many attempts

@@ -1,8 +1,8 @@
 //! One attempt: a prompt is queued, scheduled and computed, and its blocks are sent while later chunks are computed.
 
 use crate::{
-    Worker,
-    failure::{Ended, Protocol},
+    PrefillWorker,
+    failure::{PrefillEnd, Protocol},
 };
 use futures::FutureExt;
 use tandem_engine::{CachedTokens, Event, Prefill};
@@ -18,17 +18,17 @@ use tonic::Streaming;
 
 /// Runs one attempt until its blocks are written on the decode worker. Dropping the future cancels the prefill and releases its blocks.
 pub(crate) async fn attempt(
-    worker: &Worker,
+    worker: &PrefillWorker,
     transfers: &SendPaths,
     mut start: PrefillStart,
     mut messages: Streaming<PrefillRequest>,
     replies: &ReplySender<PrefillReply>,
     span: &Span,
-) -> Result<PrefillDone, Ended> {
+) -> Result<PrefillDone, PrefillEnd> {
     let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
     let mut job = submit(worker, &mut start).await?;
     let first = first_event(&*worker.common.backend, None, job.next(), || send_waiting(replies)).await?;
-    let Some(Some(Event::Scheduled { cached })) = first else { return Err(Ended::Engine) };
+    let Some(Some(Event::Scheduled { cached })) = first else { return Err(PrefillEnd::Engine) };
     if let Some(capabilities) = transfers.capabilities() {
         replies.send(PrefillReply { message: Some(prefill_reply::Message::TransferCapabilities(*capabilities)) }).await?;
     }
@@ -52,7 +52,7 @@ pub(crate) async fn send_waiting(replies: &ReplySender<PrefillReply>) -> Result<
 }
 
 pub(crate) async fn send_scheduled(
-    worker: &Worker,
+    worker: &PrefillWorker,
     cached: Option<CachedTokens>,
     replies: &ReplySender<PrefillReply>,
     span: &Span,
@@ -65,21 +65,21 @@ pub(crate) async fn send_scheduled(
 }
 
 /// Checks the first message of an attempt and queues its prefill. The prompt is moved out of `start`.
-pub(crate) async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<CountedJob, Ended> {
+pub(crate) async fn submit(worker: &PrefillWorker, start: &mut PrefillStart) -> Result<CountedJob, PrefillEnd> {
     let tandem_worker::Worker { info, backend, shutdown, .. } = &worker.common;
     if start.instance_id != info.instance_id {
-        return Err(Ended::WrongInstance { requested: start.instance_id.clone() });
+        return Err(PrefillEnd::WrongInstance { requested: start.instance_id.clone() });
     }
     if shutdown.is_draining() {
-        return Err(Ended::Draining);
+        return Err(PrefillEnd::Draining);
     }
     let texts = [&start.request_id, &start.traceparent, &start.account];
     if texts.iter().any(|text| text.len() > TEXT_BYTES_MAX) || start.cache_namespace.len() > NAMESPACE_BYTES_MAX {
-        return Err(Ended::TooLong);
+        return Err(PrefillEnd::TooLong);
     }
     let vocab_size = backend.info().vocab_size;
     if start.prompt.iter().any(|token| usize::try_from(*token).map_or(true, |token| token >= vocab_size)) {
-        return Err(Ended::UnknownToken);
+        return Err(PrefillEnd::UnknownToken);
     }
     let namespace = Namespace::from_bytes(&start.cache_namespace);
     let model = worker.common.model_of(&namespace)?;
@@ -97,11 +97,11 @@ pub(crate) async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<
     Ok(CountedJob::new(job, &worker.common, prompt))
 }
 
-async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Result<v1::Ticket, Ended> {
+async fn ticket(worker: &PrefillWorker, messages: &mut Streaming<PrefillRequest>) -> Result<v1::Ticket, PrefillEnd> {
     let message = tokio::time::timeout(worker.ticket_wait, messages.message()).await;
-    match message.map_err(|_| Ended::NoTicket)? {
+    match message.map_err(|_| PrefillEnd::NoTicket)? {
         Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Ticket(ticket)) })) => Ok(ticket),
-        Ok(Some(_)) => Err(Ended::Protocol(Protocol::UnexpectedMessage)),
+        Ok(Some(_)) => Err(PrefillEnd::Protocol(Protocol::UnexpectedMessage)),
         // A closed stream cancels the attempt.
         Ok(None) | Err(_) => Err(Disconnected.into()),
     }
@@ -113,24 +113,24 @@ fn blocks(prompt_tokens: u32, block_size: u32) -> u32 {
 }
 
 /// Checks that a ticket names only blocks of the prompt, each once.
-fn check(missing_blocks: &[u32], blocks: u32) -> Result<(), Ended> {
+fn check(missing_blocks: &[u32], blocks: u32) -> Result<(), PrefillEnd> {
     let mut indices = missing_blocks.to_vec();
     indices.sort_unstable();
     let twice = indices.windows(2).any(|pair| pair[0] == pair[1]);
     if twice || indices.last().is_some_and(|last| *last >= blocks) {
-        return Err(Ended::Protocol(Protocol::UnknownBlock));
+        return Err(PrefillEnd::Protocol(Protocol::UnknownBlock));
     }
     Ok(())
 }
 
 /// Sends the missing blocks as soon as they are computed; returns when the prompt is computed and all of them are written.
 async fn send(
-    worker: &Worker,
+    worker: &PrefillWorker,
     mut job: CountedJob,
     missing_blocks: Vec<u32>,
     mut transfer: Transfer,
     span: &Span,
-) -> Result<PrefillDone, Ended> {
+) -> Result<PrefillDone, PrefillEnd> {
     let (label, blocks) = (transfer.label(), missing_blocks.len() as u64);
     job.send_blocks(missing_blocks, transfer.access()).await;
     let mut transfer_span = None;
@@ -146,7 +146,7 @@ async fn send(
                 transfer.send(blocks).await?;
             }
             Some(Event::Computed(chunks)) => break chunks,
-            _ => return Err(Ended::Engine),
+            _ => return Err(PrefillEnd::Engine),
         }
     };
     span.event("computed", &[]);
@@ -157,13 +157,13 @@ async fn send(
     // memory than the cache.
     let sent = tokio::select! {
         biased;
-        _ = job.next() => return Err(Ended::Engine),
+        _ = job.next() => return Err(PrefillEnd::Engine),
         sent = transfer.finish() => sent?,
     };
     // If the engine failed meanwhile, it may have reused blocks before the last one was read. It reports the failure before it computes
     // again.
     if job.next().now_or_never().is_some() {
-        return Err(Ended::Engine);
+        return Err(PrefillEnd::Engine);
     }
     drop(job);
     if let Some(transfer_span) = transfer_span {
@@ -181,10 +181,9 @@ async fn send(
 }
 
 #[cfg(test)]
-mod overlap;
-
-#[cfg(test)]
 mod tests {
+    mod overlap;
+
     use super::*;
 
     #[test]

@@ -1,9 +1,9 @@
 //! One attempt on an external engine: it computes the prompt, and the decode worker's engine pulls the KV with a handle.
 
 use crate::{
-    Worker,
+    PrefillWorker,
     attempt::{send_scheduled, send_waiting, submit},
-    failure::{Ended, Protocol},
+    failure::{PrefillEnd, Protocol},
 };
 use tandem_engine::{Event, KvHandle};
 use tandem_kv::{HashKey, Namespace, prompt_digest};
@@ -21,13 +21,13 @@ use tonic::{Status, Streaming};
 /// Engines do not check their leases. Therefore this worker sends an error after the handle has expired: a decode worker that was suspended for
 /// longer than the handle is valid finds the error and does not use the handle.
 pub(crate) async fn export(
-    worker: &Worker,
+    worker: &PrefillWorker,
     hash_key: &HashKey,
     mut start: PrefillStart,
     mut messages: Streaming<PrefillRequest>,
     replies: &ReplySender<PrefillReply>,
     span: &Span,
-) -> Result<PrefillDone, Ended> {
+) -> Result<PrefillDone, PrefillEnd> {
     let prompt_digest = prompt_digest(hash_key, &Namespace::from_bytes(&start.cache_namespace), &start.prompt);
     let mut job = submit(worker, &mut start).await?;
     let mut first = true;
@@ -53,7 +53,7 @@ pub(crate) async fn export(
             }
             Some(Event::Exported(handle)) => break handle,
             Some(Event::Refused(refusal)) => return Err(refusal.into()),
-            _ => return Err(Ended::Engine),
+            _ => return Err(PrefillEnd::Engine),
         }
     };
     span.event("computed", &[]);
@@ -68,7 +68,7 @@ pub(crate) async fn export(
         Ok(other) => return Err(unexpected(other)),
         Err(_) => {
             outcome.label = "expired";
-            return Err(Ended::HandleExpired);
+            return Err(PrefillEnd::HandleExpired);
         }
     }
     let chunks = chunks.iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
@@ -77,7 +77,7 @@ pub(crate) async fn export(
 
 /// Counts the outcome of a handle when dropped. Unless the handle was pulled, the engine holds its blocks until the handle's lease ends.
 struct HandleOutcome<'a> {
-    worker: &'a Worker,
+    worker: &'a PrefillWorker,
     label: &'static str,
 }
 
@@ -88,9 +88,9 @@ impl Drop for HandleOutcome<'_> {
 }
 
 /// Returns the reason for which a message ends the attempt. A closed stream cancels the attempt.
-fn unexpected(message: Result<Option<PrefillRequest>, Status>) -> Ended {
+fn unexpected(message: Result<Option<PrefillRequest>, Status>) -> PrefillEnd {
     match message {
-        Ok(Some(_)) => Ended::Protocol(Protocol::UnexpectedMessage),
+        Ok(Some(_)) => PrefillEnd::Protocol(Protocol::UnexpectedMessage),
         Ok(None) | Err(_) => Disconnected.into(),
     }
 }

@@ -10,7 +10,7 @@ use tandem_worker::{Disconnected, NotServed};
 use tonic::Status;
 
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Ended {
+pub(crate) enum PrefillEnd {
     #[error(transparent)]
     Disconnected(#[from] Disconnected),
     #[error("the requested worker instance has ended; request a new placement")]
@@ -60,20 +60,20 @@ impl From<Protocol> for Status {
 }
 
 /// The last message of an attempt that ended early.
-pub(crate) enum Report {
+pub(crate) enum LastMessage {
     Nothing(Disconnected),
     Failure(Failure),
     Error(Status),
 }
 
-impl Ended {
+impl PrefillEnd {
     /// Returns the attempt's last message to the client. `instance_id` is the id of this worker's instance.
-    pub(crate) fn report(self, instance_id: &str) -> Report {
+    pub(crate) fn report(self, instance_id: &str) -> LastMessage {
         let (message, mut instance_id) = (self.to_string(), instance_id.to_owned());
         let reason = match self {
-            Self::Disconnected(disconnected) => return Report::Nothing(disconnected),
-            Self::Protocol(protocol) => return Report::Error(protocol.into()),
-            Self::Transfer(TransferError::Ticket(invalid)) => return Report::Error(Protocol::Ticket(invalid).into()),
+            Self::Disconnected(disconnected) => return LastMessage::Nothing(disconnected),
+            Self::Protocol(protocol) => return LastMessage::Error(protocol.into()),
+            Self::Transfer(TransferError::Ticket(invalid)) => return LastMessage::Error(Protocol::Ticket(invalid).into()),
             Self::WrongInstance { requested } => {
                 instance_id = requested;
                 FailureReason::WrongInstance
@@ -93,6 +93,6 @@ impl Ended {
             Self::Engine | Self::Hung => FailureReason::EngineFailed,
             Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => FailureReason::PrefillLost,
         };
-        Report::Failure(Failure { reason: reason.into(), message, instance_id, retry_after_ms: 0 })
+        LastMessage::Failure(Failure { reason: reason.into(), message, instance_id, retry_after_ms: 0 })
     }
 }

@@ -9,7 +9,7 @@ mod export;
 mod failure;
 mod service;
 
-use service::Service;
+use service::PrefillService;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::HashKey;
 use tandem_process::{Metrics, Shutdown};
@@ -32,14 +32,14 @@ pub struct PrefillWorkerSettings {
     pub transfer_mode: TransferMode,
 }
 
-struct Worker {
+struct PrefillWorker {
     common: tandem_worker::Worker,
-    sending: Sending,
+    sending: KvSending,
     ticket_wait: Duration,
 }
 
 /// The form in which this worker gives the KV of a prompt to decode workers.
-enum Sending {
+enum KvSending {
     /// The blocks are sent one by one into the reservation that a ticket names.
     Transfers(SendPaths),
     /// A handle for the prompt's KV is sent. `hash_key` is the key of the prompt digest that the handle carries.
@@ -65,7 +65,7 @@ pub async fn run(
             // The transfer metrics must be exported before the first transfer.
             drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent));
             let requests = common.requests.clone();
-            Sending::Transfers(SendPaths::new(SendSettings {
+            KvSending::Transfers(SendPaths::new(SendSettings {
                 instance_id: common.info.instance_id.clone(),
                 mode: transfer_mode,
                 memory: engine.kv_memory().cloned(),
@@ -74,10 +74,10 @@ pub async fn run(
                 lifetime: Lifetime::new(common.shutdown.clone(), async move { requests.drained().await }),
             }))
         }
-        KvExchange::Handles { .. } => Sending::Handles { hash_key: listener.network().key().hash_key() },
+        KvExchange::Handles { .. } => KvSending::Handles { hash_key: listener.network().key().hash_key() },
         KvExchange::None => return Err(WorkerError::NoKvExchange),
     };
-    let service = Service(Arc::new(Worker { common: common.clone(), sending, ticket_wait }));
+    let service = PrefillService(Arc::new(PrefillWorker { common: common.clone(), sending, ticket_wait }));
     let service = PrefillServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX);
     common.serve(listener, Routes::default().add_service(service)).await
 }

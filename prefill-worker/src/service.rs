@@ -1,10 +1,10 @@
 //! The `Prefill` service: reads the first message of each stream, then runs an [`crate::attempt`].
 
 use crate::{
-    Sending, Worker,
+    KvSending, PrefillWorker,
     attempt::attempt,
     export::export,
-    failure::{Ended, Protocol, Report},
+    failure::{LastMessage, PrefillEnd, Protocol},
 };
 use std::{sync::Arc, time::Duration};
 use tandem_process::trace::Span;
@@ -16,10 +16,10 @@ use tracing::Instrument;
 /// The time within which a stream must begin with its prompt. A decode worker sends the prompt when it opens the stream.
 const START_WAIT: Duration = Duration::from_secs(10);
 
-pub(crate) struct Service(pub(crate) Arc<Worker>);
+pub(crate) struct PrefillService(pub(crate) Arc<PrefillWorker>);
 
 #[tonic::async_trait]
-impl Prefill for Service {
+impl Prefill for PrefillService {
     type PrefillStream = Replies<PrefillReply>;
 
     async fn prefill(&self, request: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
@@ -41,7 +41,7 @@ impl Prefill for Service {
     }
 }
 
-impl Worker {
+impl PrefillWorker {
     async fn serve(
         &self,
         start: PrefillStart,
@@ -53,23 +53,23 @@ impl Worker {
             biased;
             ended = async {
                 match &self.sending {
-                    Sending::Transfers(transfers) => attempt(self, transfers, start, messages, &replies, &span).await,
-                    Sending::Handles { hash_key } => export(self, hash_key, start, messages, &replies, &span).await,
+                    KvSending::Transfers(transfers) => attempt(self, transfers, start, messages, &replies, &span).await,
+                    KvSending::Handles { hash_key } => export(self, hash_key, start, messages, &replies, &span).await,
                 }
             } => ended,
-            () = self.common.backend.hung() => Err(Ended::Hung),
+            () = self.common.backend.hung() => Err(PrefillEnd::Hung),
         };
         let last = match ended {
             Ok(done) => prefill_reply::Message::Done(done),
             Err(ended) => {
                 tracing::debug!(%ended, "prefill ended early");
                 match ended.report(&self.common.info.instance_id) {
-                    Report::Nothing(disconnected) => return Err(disconnected),
-                    Report::Error(status) => {
+                    LastMessage::Nothing(disconnected) => return Err(disconnected),
+                    LastMessage::Error(status) => {
                         span.fail("protocol");
                         return replies.fail(status).await;
                     }
-                    Report::Failure(failure) => {
+                    LastMessage::Failure(failure) => {
                         span.fail(failure.reason().label());
                         prefill_reply::Message::Failure(failure)
                     }

@@ -1,6 +1,6 @@
 //! How many prompts the workers of one role have to compute in a second, and how many tokens.
 
-use crate::route::{ByRole, Demand, Role};
+use crate::route::{ByRole, WorkerDemand, WorkerRole};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -9,11 +9,11 @@ const HALF_LIFE: Duration = Duration::from_secs(30);
 
 /// The latest placements of one model, by the role of the worker that computes the prompt.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Demands(ByRole<Sums>);
+pub(crate) struct Demands(ByRole<DemandSums>);
 
 /// Sums in which older placements count less.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Sums {
+pub(crate) struct DemandSums {
     prompts: f64,
     tokens: f64,
     at: Option<Instant>,
@@ -21,25 +21,25 @@ pub(crate) struct Sums {
 
 impl Demands {
     /// Adds a prompt of which a worker of this role computes so many tokens.
-    pub(crate) fn add(&mut self, role: Role, tokens: u64, now: Instant) {
+    pub(crate) fn add(&mut self, role: WorkerRole, tokens: u64, now: Instant) {
         self.0.of_mut(role).add(tokens, now);
     }
 
-    pub(crate) fn per_second(&self, now: Instant) -> ByRole<Demand> {
+    pub(crate) fn per_second(&self, now: Instant) -> ByRole<WorkerDemand> {
         self.0.map(|sums| sums.per_second(now))
     }
 }
 
-impl Sums {
+impl DemandSums {
     /// Adds a prompt of which so many tokens are computed.
     pub(crate) fn add(&mut self, tokens: u64, now: Instant) {
         let before = self.at(now);
         *self = Self { prompts: before.prompts + 1.0, tokens: before.tokens + tokens as f64, at: Some(now) };
     }
 
-    pub(crate) fn per_second(&self, now: Instant) -> Demand {
+    pub(crate) fn per_second(&self, now: Instant) -> WorkerDemand {
         let (Self { prompts, tokens, .. }, factor) = (self.at(now), std::f64::consts::LN_2 / HALF_LIFE.as_secs_f64());
-        Demand { prompts: prompts * factor, tokens: tokens * factor }
+        WorkerDemand { prompts: prompts * factor, tokens: tokens * factor }
     }
 
     fn at(self, now: Instant) -> Self {
@@ -56,15 +56,15 @@ mod tests {
     #[test]
     fn demand_follows_the_latest_placements() {
         let (mut demands, mut now) = (Demands::default(), Instant::now());
-        assert_eq!(demands.per_second(now).of(Role::Prefill), Demand::default());
+        assert_eq!(demands.per_second(now).of(WorkerRole::Prefill), WorkerDemand::default());
         for _ in 0..3_000 {
             now += Duration::from_millis(100);
-            demands.add(Role::Prefill, 500, now);
+            demands.add(WorkerRole::Prefill, 500, now);
         }
-        let Demand { prompts, tokens } = demands.per_second(now).of(Role::Prefill);
+        let WorkerDemand { prompts, tokens } = demands.per_second(now).of(WorkerRole::Prefill);
         assert!((9.9..10.3).contains(&prompts) && (4_950.0..5_150.0).contains(&tokens), "{prompts} {tokens}");
-        assert_eq!(demands.per_second(now).of(Role::Decode), Demand::default());
-        let later = demands.per_second(now + HALF_LIFE).of(Role::Prefill);
+        assert_eq!(demands.per_second(now).of(WorkerRole::Decode), WorkerDemand::default());
+        let later = demands.per_second(now + HALF_LIFE).of(WorkerRole::Prefill);
         assert!((later.prompts / prompts - 0.5).abs() < 1e-9 && (later.tokens / tokens - 0.5).abs() < 1e-9, "{later:?}");
     }
 }

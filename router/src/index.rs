@@ -20,8 +20,8 @@ mod shard;
 mod sweep;
 mod table;
 
-use changes::Writer;
-use lookup::View;
+use changes::IndexWriter;
+use lookup::VisibleRows;
 use parking_lot::{Mutex, RwLock};
 use shard::{Locked, SHARDS};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
@@ -54,17 +54,17 @@ const SLICE_BLOCKS: usize = 1 << 10;
 
 /// Maps sequence hashes to the workers that have cached the blocks.
 pub struct PrefixIndex {
-    key: Key,
+    key: IndexKey,
     shards: Box<[Locked]>,
-    view: RwLock<View>,
-    writer: Mutex<Writer>,
+    view: RwLock<VisibleRows>,
+    writer: Mutex<IndexWriter>,
 }
 
 /// The seed of the index's tables. Sequence hashes are hashes already, but clients may be able to choose them.
 #[derive(Clone, Copy)]
-struct Key(u64);
+struct IndexKey(u64);
 
-impl Key {
+impl IndexKey {
     fn mix(self, value: u64) -> u64 {
         let product = u128::from(value ^ self.0) * 0x9E37_79B9_7F4A_7C15_u128;
         product as u64 ^ (product >> 64) as u64
@@ -75,10 +75,10 @@ impl PrefixIndex {
     /// Returns an empty index. The key only seeds hash tables; a random key keeps crafted prompts from slowing the index down.
     pub fn new(key: u64) -> Self {
         Self {
-            key: Key(tandem_kv::mix(key)),
+            key: IndexKey(tandem_kv::mix(key)),
             shards: (0..SHARDS).map(Locked::new).collect(),
             view: RwLock::default(),
-            writer: Mutex::new(Writer::new(key)),
+            writer: Mutex::new(IndexWriter::new(key)),
         }
     }
 
@@ -148,7 +148,7 @@ impl PrefixIndex {
     }
 
     /// Stores the chain in slices. `row` returns the row that the slice concerns, or `None` if the rest does not concern any row.
-    fn store(&self, row: impl Fn(&Writer) -> Option<u32>, chain: &StoredChain, skipped: &mut Skipped) {
+    fn store(&self, row: impl Fn(&IndexWriter) -> Option<u32>, chain: &StoredChain, skipped: &mut Skipped) {
         let (mut parent, mut rest) = (chain.parent, &chain.sequence_hashes[..]);
         while !rest.is_empty() {
             let (piece, later) = rest.split_at(rest.len().min(SLICE_BLOCKS));

@@ -9,11 +9,11 @@ mod breaker;
 mod cluster;
 mod demand;
 mod index;
-mod line;
 mod metrics;
 mod peer_watch;
 mod places;
 mod predictions;
+mod prefill_queue;
 mod rates;
 mod replication;
 mod route;
@@ -26,7 +26,7 @@ mod worker_watch;
 
 pub use cluster::{VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest, VirtualRouter, VirtualWorker};
 pub use index::{PrefixIndex, Replacement, Skipped, WorkerSlot};
-pub use route::{Candidate, Role};
+pub use route::{Candidate, WorkerRole};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 
 use cluster::{Cluster, UnavailableWorkers};
@@ -50,7 +50,7 @@ use tandem_proto::{
 use tokio::{sync::Notify, task::JoinSet, time::Instant};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use watch::{Remote, Watch};
+use watch::{RemoteProcess, Watch};
 use worker_watch::WorkerWatcher;
 
 /// The reason that a router cannot run.
@@ -91,7 +91,7 @@ pub async fn run(
     let cluster = Arc::new(Cluster::new(settings, metrics));
     let remote = {
         let (cluster, network) = (cluster.clone(), network.clone());
-        move |address: &str, expected| Remote {
+        move |address: &str, expected| RemoteProcess {
             cluster: cluster.clone(),
             network: network.expecting(expected),
             address: address.to_owned(),

@@ -85,11 +85,11 @@ impl RouterMetrics {
             refused: counter("tandem_router_refused_total", "Placements that the router refused."),
             overloaded: counter(
                 "tandem_router_overloaded_total",
-                "Placements that the router refused because the request would wait in line for longer than --max-wait.",
+                "Placements that the router refused because the request would wait in the queue for longer than --max-wait.",
             ),
             estimated_wait: histogram(
                 "tandem_router_estimated_wait_seconds",
-                "Estimated time in line of each placed request, before its prefill begins.",
+                "Estimated time in the queue of each placed request, before its prefill begins.",
             ),
             joined: workers("joined"),
             incompatible: workers("incompatible"),

@@ -51,7 +51,7 @@ pub(crate) struct Room {
 
 /// The speed of answers: what is known of those that have ended.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Pace {
+pub(crate) struct AnswerPace {
     /// The mean time of an answer.
     pub(crate) answer: Duration,
     /// The mean time of a token.
@@ -65,7 +65,7 @@ impl BookedAnswer {
     }
 
     /// Returns the expected time until the answer ends; if it does not run yet, the time that it will take.
-    fn remaining(&self, pace: Pace, now: Instant) -> Duration {
+    fn remaining(&self, pace: AnswerPace, now: Instant) -> Duration {
         let took = self.since.map_or(Duration::ZERO, |since| now.duration_since(since));
         let Length { expected, min, max } = self.length;
         let expected = pace.token.mul_f64(expected.max(min.into()));
@@ -85,7 +85,7 @@ impl Room {
         &self,
         booked: impl Iterator<Item = &'a BookedAnswer> + Clone,
         (account, priority): (&str, Priority),
-        pace: Pace,
+        pace: AnswerPace,
         now: Instant,
     ) -> Duration {
         let room = if self.samples_yield { self.without_further_samples(booked.clone()) } else { *self };
@@ -190,7 +190,7 @@ fn first(mut sequences: Ends, mut max: u64) -> Ends {
 mod tests {
     use super::*;
 
-    const PACE: Pace = Pace { answer: Duration::from_secs(2), token: Duration::from_millis(10) };
+    const PACE: AnswerPace = AnswerPace { answer: Duration::from_secs(2), token: Duration::from_millis(10) };
 
     /// An answer of 200 tokens, which runs for this number of seconds already.
     fn answer(account: &str, took: Option<u64>, now: Instant) -> BookedAnswer {
@@ -212,7 +212,7 @@ mod tests {
         }
     }
 
-    fn wait(room: Room, booked: &[BookedAnswer], account: &str, pace: Pace, now: Instant) -> f64 {
+    fn wait(room: Room, booked: &[BookedAnswer], account: &str, pace: AnswerPace, now: Instant) -> f64 {
         room.wait(booked.iter(), (account, Priority::default()), pace, now).as_secs_f64()
     }
 
@@ -243,7 +243,7 @@ mod tests {
         // At 10 ms a token, the limit of 5,000 tokens is reached after 50 s.
         assert_eq!(waits, [0.0, 8.0, 18.0, 5.0]);
         assert_eq!(wait(places(2, 2), &full(60), "a", PACE, now), 58.0, "slower than others");
-        assert_eq!(wait(places(2, 2), &full(7), "a", Pace::default(), now), 7.0, "nothing is measured yet");
+        assert_eq!(wait(places(2, 2), &full(7), "a", AnswerPace::default(), now), 7.0, "nothing is measured yet");
         let mut certain = full(1);
         certain.iter_mut().for_each(|answer| answer.length.min = 3_000);
         assert_eq!(wait(places(2, 2), &certain, "a", PACE, now), 29.0);

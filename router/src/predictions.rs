@@ -17,20 +17,20 @@ use tandem_kv::SequenceHash;
 /// The prompts that are being prefilled, by worker.
 pub(crate) struct Predictions {
     /// The runs by their first blocks.
-    runs: HashMap<SequenceHash, Run, KeyedState>,
+    runs: HashMap<SequenceHash, PredictedRun, KeyedState>,
 }
 
-struct Run {
+struct PredictedRun {
     prompt: Arc<[SequenceHash]>,
     /// The position of the run's first block in the prompt.
     start: usize,
     /// The number of the run's blocks.
     blocks: usize,
     /// The numbers of prompts, by worker and number of leading blocks, in ascending order.
-    entries: Vec<Entry>,
+    entries: Vec<PredictedPrompts>,
 }
 
-struct Entry {
+struct PredictedPrompts {
     worker: WorkerSlot,
     blocks: u32,
     prompts: u32,
@@ -54,8 +54,8 @@ impl Predictions {
                 }
                 Slot::Vacant(new) => {
                     let blocks = prompt.len() - start;
-                    let entries = vec![Entry { worker, blocks: blocks as u32, prompts: 1 }];
-                    new.insert(Run { prompt: prompt.clone(), start, blocks, entries });
+                    let entries = vec![PredictedPrompts { worker, blocks: blocks as u32, prompts: 1 }];
+                    new.insert(PredictedRun { prompt: prompt.clone(), start, blocks, entries });
                     return;
                 }
             };
@@ -91,7 +91,7 @@ impl Predictions {
         let (mut leading, mut start) = (Vec::new(), 0);
         while let Some(run) = prompt.get(start).and_then(|first| self.runs.get(first)) {
             let common = run.common(&prompt[start..]);
-            for Entry { worker, blocks, .. } in &run.entries {
+            for PredictedPrompts { worker, blocks, .. } in &run.entries {
                 let slot = worker.0 as usize;
                 if slot >= leading.len() {
                     leading.resize(slot + 1, 0);
@@ -109,7 +109,7 @@ impl Predictions {
     }
 }
 
-impl Run {
+impl PredictedRun {
     /// Returns how many leading blocks of the prompt `hashes` are leading blocks of the run.
     fn common(&self, hashes: &[SequenceHash]) -> usize {
         self.prompt[self.start..][..self.blocks].iter().zip(hashes).take_while(|(one, other)| one == other).count()
@@ -122,7 +122,7 @@ impl Run {
     fn add(&mut self, worker: WorkerSlot, blocks: usize) {
         match self.position(worker, blocks) {
             Ok(at) => self.entries[at].prompts += 1,
-            Err(at) => self.entries.insert(at, Entry { worker, blocks: blocks as u32, prompts: 1 }),
+            Err(at) => self.entries.insert(at, PredictedPrompts { worker, blocks: blocks as u32, prompts: 1 }),
         }
     }
 

@@ -83,12 +83,12 @@ pub(crate) struct BookingRecord {
 }
 
 /// A change of one booking: the booking's id at the sender, and its current record; `None`: the booking has ended.
-pub(crate) type Change = (u64, Option<BookingRecord>);
+pub(crate) type BookingUpdate = (u64, Option<BookingRecord>);
 
 /// Returns the full state in messages of bounded size.
 pub(crate) fn state(at_change_id: u64, bookings: impl Iterator<Item = (BookingId, BookingRecord)>) -> Vec<Message> {
     let message = |bookings, last| Message::State(BookingState { at_change_id, bookings, last });
-    let (mut messages, mut chunk) = (Vec::new(), Chunk::default());
+    let (mut messages, mut chunk) = (Vec::new(), StateChunk::default());
     for (id, record) in bookings {
         if chunk.is_full() {
             messages.push(message(take(&mut chunk).changes, false));
@@ -107,7 +107,7 @@ pub(crate) fn changes(
     current: impl Fn(BookingId) -> Option<BookingRecord>,
 ) -> Vec<Message> {
     let message = |after, last_change_id, bookings| Message::Changes(BookingChanges { after, last_change_id, bookings });
-    let (mut messages, mut chunk, mut last) = (Vec::new(), Chunk::default(), after);
+    let (mut messages, mut chunk, mut last) = (Vec::new(), StateChunk::default(), after);
     for id in changed {
         if chunk.is_full() {
             messages.push(message(after, last, take(&mut chunk).changes));
@@ -123,13 +123,13 @@ pub(crate) fn changes(
 }
 
 #[derive(Default)]
-struct Chunk {
+struct StateChunk {
     changes: Vec<BookingChange>,
     seen: HashSet<BookingId>,
     hashes: usize,
 }
 
-impl Chunk {
+impl StateChunk {
     fn is_full(&self) -> bool {
         self.changes.len() >= MESSAGE_BOOKINGS_MAX || self.hashes >= MESSAGE_HASHES_MAX
     }
@@ -182,9 +182,9 @@ impl TryFrom<BookedRequest> for BookingRecord {
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
     /// These bookings replace all known bookings of the peer.
-    All(Vec<Change>),
+    All(Vec<BookingUpdate>),
     /// These changes must be applied to the known bookings of the peer.
-    Changed(Vec<Change>),
+    Changed(Vec<BookingUpdate>),
 }
 
 /// Why replication from a peer ends.
@@ -206,7 +206,7 @@ pub(crate) struct PeerReceiver {
     /// `None` before the peer's first message.
     pub(crate) instance_id: Option<String>,
     /// The bookings received so far of a state that is not complete yet.
-    partial_state: Vec<Change>,
+    partial_state: Vec<BookingUpdate>,
     /// The number of the last change that was applied; `None` before the first state.
     applied: Option<u64>,
 }
@@ -252,7 +252,7 @@ impl PeerReceiver {
     }
 }
 
-fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
+fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<BookingUpdate>, WireError> {
     let change = |BookingChange { booking_id, request }| Ok((booking_id, request.map(BookingRecord::try_from).transpose()?));
     bookings.into_iter().map(change).collect()
 }

@@ -244,7 +244,7 @@ struct Route {
     request: PlacementRequest,
     /// The limit with which the request came.
     max_wait: Option<Duration>,
-    /// Whether the request has waited in line for its whole limit, and has been placed again.
+    /// Whether the request has waited in the queue for its whole limit, and has been placed again.
     has_waited: bool,
     /// Tokens in the client's prompt. `request.prompt_tokens` also includes the tokens that failed attempts have generated.
     prompt_tokens: u32,
@@ -301,7 +301,7 @@ impl Route {
         self.reply(placed)
     }
 
-    /// Places a request that has waited in line for its whole limit where it hardly waits, but only once; refuses it otherwise.
+    /// Places a request that has waited in the queue for its whole limit where it hardly waits, but only once; refuses it otherwise.
     fn place_at_once(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
         let mut state = self.service.cluster.lock();

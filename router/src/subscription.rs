@@ -18,7 +18,7 @@ const LATE_MAX: Duration = Duration::from_secs(1);
 
 /// What a message changes in the known content of the worker's cache.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Update {
+pub(crate) enum CacheUpdate {
     /// The message changes nothing yet.
     None,
     /// The snapshot replaces the known content of the worker's cache.
@@ -73,10 +73,10 @@ impl SubscriptionError {
     /// Whether a new snapshot repairs the damage of an invalid event from this source. Programs that can reach NATS may publish in a
     /// worker's name, so an invalid event from NATS does not prove that the worker is faulty. An invalid event on the worker's own stream
     /// does.
-    pub(crate) fn is_repaired_by_snapshot(self, source: EventSource) -> bool {
+    pub(crate) fn is_repaired_by_snapshot(self, source: EventRoute) -> bool {
         match self {
             Self::Gap { .. } => true,
-            Self::BeyondCapacity { .. } => source == EventSource::Nats,
+            Self::BeyondCapacity { .. } => source == EventRoute::Nats,
             Self::OtherInstance | Self::Wire(_) => false,
         }
     }
@@ -84,7 +84,7 @@ impl SubscriptionError {
 
 /// Where the KV events of a worker come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum EventSource {
+pub(crate) enum EventRoute {
     /// Everything comes from the `Watch` stream, in order.
     Direct,
     /// Events come from NATS. The stream announces their ids, perhaps before they arrive.
@@ -94,7 +94,7 @@ pub(crate) enum EventSource {
 /// The state of one subscription.
 pub(crate) struct KvSubscription {
     instance_id: String,
-    source: EventSource,
+    source: EventRoute,
     assembly: SnapshotAssembly,
     /// The id of the last event that was applied or is in the snapshot; `None` before the snapshot.
     applied: Option<u64>,
@@ -111,14 +111,14 @@ pub(crate) fn cached_blocks_max(info: &WorkerInfo) -> u32 {
 
 impl KvSubscription {
     /// Returns a subscription to this worker instance that waits for its snapshot.
-    pub(crate) fn new(info: &WorkerInfo, source: EventSource) -> Self {
+    pub(crate) fn new(info: &WorkerInfo, source: EventRoute) -> Self {
         let assembly = SnapshotAssembly::new(cached_blocks_max(info) as usize);
         let instance_id = info.instance_id.clone();
         Self { instance_id, source, assembly, applied: None, awaited: None, load: Load::default() }
     }
 
     /// Processes the stream's next message.
-    pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<Update, SubscriptionError> {
+    pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<CacheUpdate, SubscriptionError> {
         match reply.message.ok_or(WireError::Missing { field: "message" })? {
             Message::Snapshot(chunk) => self.take_chunk(chunk),
             Message::Batch(batch) => {
@@ -131,14 +131,14 @@ impl KvSubscription {
     }
 
     /// Processes a chunk of a snapshot, from the stream or from the reply to a snapshot request.
-    pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<Update, SubscriptionError> {
+    pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<CacheUpdate, SubscriptionError> {
         if chunk.instance_id != self.instance_id {
             return Err(SubscriptionError::OtherInstance);
         }
-        let Some(snapshot) = self.assembly.push(chunk)? else { return Ok(Update::None) };
+        let Some(snapshot) = self.assembly.push(chunk)? else { return Ok(CacheUpdate::None) };
         self.applied = Some(snapshot.at_event_id);
         self.awaited = None;
-        Ok(Update::Snapshot(snapshot))
+        Ok(CacheUpdate::Snapshot(snapshot))
     }
 
     /// Processes a batch from NATS, which has no load. Other programs may also publish there, so an invalid batch is skipped. If the batch
@@ -146,9 +146,9 @@ impl KvSubscription {
     ///
     /// # Errors
     /// An event is missing.
-    pub(crate) fn take_published(&mut self, batch: KvEventBatch, now: Instant) -> Result<Update, SubscriptionError> {
+    pub(crate) fn take_published(&mut self, batch: KvEventBatch, now: Instant) -> Result<CacheUpdate, SubscriptionError> {
         match self.take_batch(KvEventBatch { load: Some(self.load.clone()), ..batch }, now) {
-            Err(SubscriptionError::OtherInstance | SubscriptionError::Wire(_)) => Ok(Update::None),
+            Err(SubscriptionError::OtherInstance | SubscriptionError::Wire(_)) => Ok(CacheUpdate::None),
             update => update,
         }
     }
@@ -159,7 +159,7 @@ impl KvSubscription {
         self.assembly.clear();
     }
 
-    fn take_batch(&mut self, batch: KvEventBatch, now: Instant) -> Result<Update, SubscriptionError> {
+    fn take_batch(&mut self, batch: KvEventBatch, now: Instant) -> Result<CacheUpdate, SubscriptionError> {
         if batch.instance_id != self.instance_id {
             return Err(SubscriptionError::OtherInstance);
         }
@@ -172,7 +172,7 @@ impl KvSubscription {
             Err(error) => return Err(error.into()),
         };
         // The snapshot that the worker is still sending includes these events. If it does not, the next events show a gap.
-        let Some(applied) = self.applied else { return Ok(Update::None) };
+        let Some(applied) = self.applied else { return Ok(CacheUpdate::None) };
         batch.events.retain(|event| event.event_id > applied);
         let announced = batch.last_event_id.max(applied);
         match batch.events.first() {
@@ -182,13 +182,13 @@ impl KvSubscription {
             None => self.wait_for(announced, applied, now)?,
         }
         self.awaited = self.awaited.filter(|(awaited, _)| self.applied < Some(*awaited));
-        Ok(Update::Batch { batch: Box::new(batch), stats, sent_unix_us })
+        Ok(CacheUpdate::Batch { batch: Box::new(batch), stats, sent_unix_us })
     }
 
     /// Accepts that an announced event has not arrived, as long as the event may be late. After [`LATE_MAX`] it counts as a gap.
     fn wait_for(&mut self, announced: u64, applied: u64, now: Instant) -> Result<(), SubscriptionError> {
         let (_, since) = *self.awaited.get_or_insert((announced, now));
-        let is_late = self.source == EventSource::Direct || now.duration_since(since) >= LATE_MAX;
+        let is_late = self.source == EventRoute::Direct || now.duration_since(since) >= LATE_MAX;
         if is_late { Err(SubscriptionError::Gap { applied }) } else { Ok(()) }
     }
 }
@@ -199,12 +199,12 @@ mod tests {
     use tandem_kv::{Change, KvEvent};
     use tandem_proto::{event_batch, snapshot_chunks};
 
-    fn subscription_from(source: EventSource) -> KvSubscription {
+    fn subscription_from(source: EventRoute) -> KvSubscription {
         KvSubscription::new(&WorkerInfo { instance_id: "i".to_owned(), capacity_blocks: 10, ..Default::default() }, source)
     }
 
     fn subscription() -> KvSubscription {
-        subscription_from(EventSource::Direct)
+        subscription_from(EventRoute::Direct)
     }
 
     fn published(batch: KvEventBatch) -> KvEventBatch {
@@ -223,19 +223,19 @@ mod tests {
     fn snapshot_at(subscription: &mut KvSubscription, at_event_id: u64) {
         for chunk in snapshot_chunks("i", &Snapshot { at_event_id, stored: Vec::new() }) {
             let update = subscription.take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now());
-            assert_eq!(update, Ok(Update::Snapshot(Snapshot { at_event_id, stored: Vec::new() })));
+            assert_eq!(update, Ok(CacheUpdate::Snapshot(Snapshot { at_event_id, stored: Vec::new() })));
         }
     }
 
-    fn ids(update: Result<Update, SubscriptionError>) -> Vec<u64> {
-        let Ok(Update::Batch { batch, .. }) = update else { panic!("expected a batch, got {update:?}") };
+    fn ids(update: Result<CacheUpdate, SubscriptionError>) -> Vec<u64> {
+        let Ok(CacheUpdate::Batch { batch, .. }) = update else { panic!("expected a batch, got {update:?}") };
         batch.events.iter().map(|event| event.event_id).collect()
     }
 
     #[test]
     fn events_after_the_snapshot_are_applied_once() {
         let mut subscription = subscription();
-        assert_eq!(subscription.take(on_stream(batch(3, &[3])), Instant::now()), Ok(Update::None));
+        assert_eq!(subscription.take(on_stream(batch(3, &[3])), Instant::now()), Ok(CacheUpdate::None));
         snapshot_at(&mut subscription, 4);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[3, 4, 5])), Instant::now())), [5]);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[4, 5])), Instant::now())), [0_u64; 0]);
@@ -280,14 +280,14 @@ mod tests {
 
     #[test]
     fn published_events_may_arrive_after_the_heartbeat_that_announces_them() {
-        let (mut subscription, start) = (subscription_from(EventSource::Nats), Instant::now());
+        let (mut subscription, start) = (subscription_from(EventRoute::Nats), Instant::now());
         let after = |ms| start + Duration::from_millis(ms);
-        assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(Update::None));
+        assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(CacheUpdate::None));
         snapshot_at(&mut subscription, 4);
         // The stream is ahead of NATS: its load counts, and the events may still arrive.
         let ahead = KvEventBatch { load: Some(Load { running_sequences: 7, ..Default::default() }), ..batch(6, &[]) };
         assert_eq!(ids(subscription.take(on_stream(ahead), start)), [0_u64; 0]);
-        let Ok(Update::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900))
+        let Ok(CacheUpdate::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900))
         else {
             panic!("the events have arrived")
         };
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(subscription.take(on_stream(batch(8, &[])), after(1_950)), Err(SubscriptionError::Gap { applied: 6 }));
         // All events before the next snapshot are ignored; later events are applied.
         subscription.restart();
-        assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(Update::None));
+        assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(CacheUpdate::None));
         snapshot_at(&mut subscription, 8);
         assert_eq!(ids(subscription.take_published(published(batch(9, &[8, 9])), after(2_000))), [9]);
         assert_eq!(
@@ -309,7 +309,7 @@ mod tests {
 
     #[test]
     fn events_are_applied_once_when_their_source_changes() {
-        let (mut subscription, now) = (subscription_from(EventSource::Nats), Instant::now());
+        let (mut subscription, now) = (subscription_from(EventRoute::Nats), Instant::now());
         snapshot_at(&mut subscription, 0);
         assert_eq!(ids(subscription.take_published(published(batch(1, &[1])), now)), [1]);
         // The worker cannot publish and sends events on the stream; NATS delivers older events late.
@@ -318,8 +318,8 @@ mod tests {
         assert_eq!(ids(subscription.take_published(published(batch(4, &[4])), now)), [4]);
         assert_eq!(subscription.take(on_stream(batch(6, &[6])), now), Err(SubscriptionError::Gap { applied: 4 }));
         let foreign = KvEventBatch { instance_id: "j".to_owned(), ..published(batch(5, &[5])) };
-        assert_eq!(subscription.take_published(foreign, now), Ok(Update::None));
+        assert_eq!(subscription.take_published(foreign, now), Ok(CacheUpdate::None));
         let malformed = KvEventBatch { events: vec![Default::default()], last_event_id: 0, ..published(batch(5, &[])) };
-        assert_eq!(subscription.take_published(malformed, now), Ok(Update::None));
+        assert_eq!(subscription.take_published(malformed, now), Ok(CacheUpdate::None));
     }
 }

@@ -22,7 +22,7 @@ const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Lost {
+pub(crate) enum ConnectionEnd {
     #[error("the router cannot connect to the process")]
     Unreachable(#[from] tonic::transport::Error),
     #[error("the process answered with an error")]
@@ -42,23 +42,30 @@ pub(crate) enum Lost {
 }
 
 /// A worker or peer router to connect to.
-pub(crate) struct Remote {
+pub(crate) struct RemoteProcess {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) network: Network,
     pub(crate) address: String,
     pub(crate) endpoint: Endpoint,
 }
 
-impl Remote {
-    pub(crate) async fn connect(&self) -> Result<Channel, Lost> {
+impl RemoteProcess {
+    pub(crate) async fn connect(&self) -> Result<Channel, ConnectionEnd> {
         Ok(self.network.connect(&self.endpoint).await?)
     }
 
     /// Waits for an answer of the process, for at most `silence_max`.
-    pub(crate) async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
+    pub(crate) async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, ConnectionEnd> {
         let silence_max = self.cluster.settings.silence_max;
-        timeout(silence_max, answer).await.map_err(|_| Lost::Silent(silence_max))
+        timeout(silence_max, answer).await.map_err(|_| ConnectionEnd::Silent(silence_max))
     }
+}
+
+/// The reason why a connection was lost, in words.
+pub(crate) struct Reason {
+    pub(crate) text: String,
+    /// Whether it differs from the last one since the connection worked.
+    pub(crate) is_new: bool,
 }
 
 /// Watches one worker or peer router.
@@ -66,11 +73,10 @@ pub(crate) trait Watch {
     fn cluster(&self) -> &Cluster;
 
     /// Receives messages until the connection is lost. Resets `backoff` once the connection works.
-    async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost>;
+    async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, ConnectionEnd>;
 
-    /// Reports why the connection was lost. `is_new`: this reason differs from the last one reported since the connection worked, or none
-    /// was reported.
-    fn on_lost(&self, lost: &Lost, reason: String, is_new: bool);
+    /// Reports why the connection was lost.
+    fn on_lost(&self, lost: &ConnectionEnd, reason: Reason);
 
     /// Connects again and again, and never returns. Cancel-safe: dropping the future closes the connection and removes the process's state.
     async fn run(self) -> Infallible
@@ -81,14 +87,13 @@ pub(crate) trait Watch {
         loop {
             let mut departures = self.cluster().departures.subscribe();
             let Err(lost) = self.receive(&mut backoff).await;
-            let reason = error_chain(&lost);
-            let is_new = backoff.is_new_error(&reason);
-            self.on_lost(&lost, reason, is_new);
-            let pause = if matches!(lost, Lost::Itself) { ITSELF_PAUSE } else { backoff.next_delay() };
+            let text = error_chain(&lost);
+            self.on_lost(&lost, Reason { is_new: backoff.is_new_error(&text), text });
+            let pause = if matches!(lost, ConnectionEnd::Itself) { ITSELF_PAUSE } else { backoff.next_delay() };
             tokio::select! {
                 () = sleep(pause) => {}
                 // The worker that left may be the reason why this one cannot join, such as one with the same id.
-                Ok(()) = departures.changed(), if matches!(lost, Lost::Incompatible(_)) => {}
+                Ok(()) = departures.changed(), if matches!(lost, ConnectionEnd::Incompatible(_)) => {}
             }
         }
     }
@@ -125,13 +130,13 @@ mod tests {
             &self.0
         }
 
-        async fn receive(&self, _: &mut Backoff) -> Result<Infallible, Lost> {
+        async fn receive(&self, _: &mut Backoff) -> Result<Infallible, ConnectionEnd> {
             self.0.lock().join_empty(instance("new"))?;
             self.1.send(Instant::now()).expect("the test runs");
             std::future::pending().await
         }
 
-        fn on_lost(&self, _: &Lost, _: String, _: bool) {}
+        fn on_lost(&self, _: &ConnectionEnd, _: Reason) {}
     }
 
     #[tokio::test(start_paused = true)]

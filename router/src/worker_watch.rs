@@ -8,8 +8,8 @@
 use crate::{
     cluster::{Cluster, JoinError, MemberId},
     metrics::WorkerSeries,
-    subscription::{EventSource, KvSubscription, SubscriptionError, Update},
-    watch::{Lost, Remote, Watch},
+    subscription::{CacheUpdate, EventRoute, KvSubscription, SubscriptionError},
+    watch::{ConnectionEnd, Reason, RemoteProcess, Watch},
 };
 use std::{convert::Infallible, time::Duration};
 use tandem_kv::Snapshot;
@@ -20,8 +20,8 @@ use tandem_process::{
 use tandem_proto::{
     channel::{self, Channel},
     v1::{
-        DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, control_client::ControlClient,
-        watch_reply::Message,
+        DescribeRequest, SnapshotChunk, SnapshotRequest, UnavailableWorker, WatchReply, WatchRequest, WorkerInfo,
+        control_client::ControlClient, watch_reply::Message,
     },
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -39,7 +39,7 @@ const DISCONNECTED_PAUSE: Duration = Duration::from_secs(1);
 const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Watches one worker.
-pub(crate) struct WorkerWatcher(pub(crate) Remote);
+pub(crate) struct WorkerWatcher(pub(crate) RemoteProcess);
 
 /// The reason for which a worker's cache has to be read from a snapshot again.
 enum Resync {
@@ -56,7 +56,7 @@ impl Watch for WorkerWatcher {
         &self.0.cluster
     }
 
-    async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost> {
+    async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, ConnectionEnd> {
         let Self(remote) = self;
         let mut control = ControlClient::new(remote.connect().await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let info = remote.in_time(control.describe(DescribeRequest {})).await?.map_err(not_described)?.into_inner();
@@ -65,7 +65,7 @@ impl Watch for WorkerWatcher {
             state.check_joinable(&info)?;
             state.metrics.worker(&info.worker_id)
         };
-        let mut connection = Connection { remote, backoff, control, info, series, member: None };
+        let mut connection = WorkerConnection { remote, backoff, control, info, series, member: None };
         let mut use_nats_at = Instant::now();
         loop {
             let resync = match &remote.cluster.settings.broker {
@@ -90,20 +90,23 @@ impl Watch for WorkerWatcher {
         }
     }
 
-    fn on_lost(&self, lost: &Lost, reason: String, is_new: bool) {
-        let Self(Remote { cluster, address, .. }) = self;
+    fn on_lost(&self, lost: &ConnectionEnd, reason: Reason) {
+        let Self(RemoteProcess { cluster, address, .. }) = self;
         match lost {
-            _ if !is_new => tracing::debug!(worker = %address, "worker still unavailable: {reason}"),
-            Lost::Incompatible(_) | Lost::InvalidEvents(_) => tracing::warn!(worker = %address, "worker unavailable: {reason}"),
-            _ => tracing::info!(worker = %address, "worker unavailable: {reason}"),
+            _ if !reason.is_new => tracing::debug!(worker = %address, "worker still unavailable: {}", reason.text),
+            ConnectionEnd::Incompatible(_) | ConnectionEnd::InvalidEvents(_) => {
+                tracing::warn!(worker = %address, "worker unavailable: {}", reason.text)
+            }
+            _ => tracing::info!(worker = %address, "worker unavailable: {}", reason.text),
         }
-        let incompatible = matches!(lost, Lost::Incompatible(_));
-        cluster.lock().update_unavailable(|workers| workers.insert(address, reason, incompatible));
+        let incompatible = matches!(lost, ConnectionEnd::Incompatible(_));
+        let worker = UnavailableWorker { address: address.clone(), reason: reason.text, incompatible };
+        cluster.lock().update_unavailable(|workers| workers.insert(worker));
     }
 }
 
 /// Returns the error for a worker that refused to describe itself.
-fn not_described(status: Status) -> Lost {
+fn not_described(status: Status) -> ConnectionEnd {
     match status.code() {
         Code::Unauthenticated => JoinError::OtherKey.into(),
         _ => status.into(),
@@ -117,8 +120,8 @@ impl Drop for WorkerWatcher {
 }
 
 /// A connection to one worker instance. Dropping it removes the worker and its index entries from the cluster.
-struct Connection<'a> {
-    remote: &'a Remote,
+struct WorkerConnection<'a> {
+    remote: &'a RemoteProcess,
     backoff: &'a mut Backoff,
     control: ControlClient<Channel>,
     info: WorkerInfo,
@@ -128,11 +131,11 @@ struct Connection<'a> {
     member: Option<MemberId>,
 }
 
-impl Connection<'_> {
+impl WorkerConnection<'_> {
     /// Receives snapshot, events and loads on the worker's stream until NATS can be used.
-    async fn receive_direct(&mut self, broker: Option<&Broker>, use_nats_at: Instant) -> Result<Resync, Lost> {
-        let mut replies = self.watch(false).await?;
-        let mut subscription = KvSubscription::new(&self.info, EventSource::Direct);
+    async fn receive_direct(&mut self, broker: Option<&Broker>, use_nats_at: Instant) -> Result<Resync, ConnectionEnd> {
+        let mut replies = self.watch(EventRoute::Direct).await?;
+        let mut subscription = KvSubscription::new(&self.info, EventRoute::Direct);
         let nats_connected = async {
             let Some(broker) = broker else { return std::future::pending().await };
             sleep_until(use_nats_at).await;
@@ -148,18 +151,18 @@ impl Connection<'_> {
             let Some(reply) = reply_or_gap(reply)? else { return Ok(Resync::Gap) };
             match subscription.take(reply, Instant::now()) {
                 Err(SubscriptionError::Gap { .. }) => return Ok(Resync::Gap),
-                update => self.apply(update?, EventSource::Direct).await?,
+                update => self.apply(update?, EventRoute::Direct).await?,
             }
         }
     }
 
     /// Receives loads on the worker's stream, events over NATS, and snapshots on request. While a snapshot is being received, events wait
     /// in the NATS subscription. If that buffer overflows, events are missing and another snapshot is requested.
-    async fn receive_over_nats(&mut self, broker: &Broker) -> Result<Resync, Lost> {
+    async fn receive_over_nats(&mut self, broker: &Broker) -> Result<Resync, ConnectionEnd> {
         let subscribing = timeout(SUBSCRIBE_TIMEOUT, broker.subscribe(&self.info.instance_id));
         let Ok(Ok(mut published)) = subscribing.await else { return Ok(Resync::NoDelivery) };
-        let mut replies = self.watch(true).await?;
-        let mut subscription = KvSubscription::new(&self.info, EventSource::Nats);
+        let mut replies = self.watch(EventRoute::Nats).await?;
+        let mut subscription = KvSubscription::new(&self.info, EventRoute::Nats);
         let mut snapshot = Some(self.snapshot().await?);
         // The number of gaps since the last event arrived, from either source. One gap is expected: it may concern events that were
         // published while this router subscribed.
@@ -170,27 +173,27 @@ impl Connection<'_> {
             let (update, source) = tokio::select! {
                 biased;
                 () = broker.until(false) => return Ok(Resync::NatsDisconnected),
-                () = sleep_until(last_message_at + silence_max) => return Err(Lost::Silent(silence_max)),
+                () = sleep_until(last_message_at + silence_max) => return Err(ConnectionEnd::Silent(silence_max)),
                 reply = replies.message() => {
                     let Some(reply) = reply_or_gap(reply)? else { return Ok(Resync::Gap) };
                     last_message_at = Instant::now();
-                    let source = if has_events(&reply) { EventSource::Direct } else { EventSource::Nats };
-                    gaps_without_events *= u32::from(source == EventSource::Nats);
+                    let source = if has_events(&reply) { EventRoute::Direct } else { EventRoute::Nats };
+                    gaps_without_events *= u32::from(source == EventRoute::Nats);
                     (subscription.take(reply, last_message_at), source)
                 }
                 chunk = next_chunk(&mut snapshot), if snapshot.is_some() => {
                     last_message_at = Instant::now();
-                    (subscription.take_chunk(chunk?), EventSource::Nats)
+                    (subscription.take_chunk(chunk?), EventRoute::Nats)
                 }
                 batch = published.next(), if snapshot.is_none() => {
                     let Some(batch) = batch else { return Ok(Resync::NoDelivery) };
                     gaps_without_events = 0;
-                    (subscription.take_published(batch, Instant::now()), EventSource::Nats)
+                    (subscription.take_published(batch, Instant::now()), EventRoute::Nats)
                 }
             };
             let applied = match update {
                 Ok(update) => {
-                    if matches!(update, Update::Snapshot(_)) {
+                    if matches!(update, CacheUpdate::Snapshot(_)) {
                         snapshot = None;
                     }
                     self.apply(update, source).await
@@ -198,11 +201,11 @@ impl Connection<'_> {
                 Err(error) => Err(error.into()),
             };
             match applied {
-                Err(Lost::InvalidEvents(error)) if error.is_repaired_by_snapshot(source) => {
+                Err(ConnectionEnd::InvalidEvents(error)) if error.is_repaired_by_snapshot(source) => {
                     gaps_without_events += 1;
                     // Only events from NATS wait until the snapshot is complete. A gap among events on the stream shows that the worker
                     // sends its events there, so the router stops using NATS and reads them from the stream.
-                    if gaps_without_events == 2 || source == EventSource::Direct {
+                    if gaps_without_events == 2 || source == EventRoute::Direct {
                         return Ok(Resync::NoDelivery);
                     }
                     self.pause_after_gap().await;
@@ -214,18 +217,18 @@ impl Connection<'_> {
         }
     }
 
-    async fn watch(&mut self, events_over_nats: bool) -> Result<Streaming<WatchReply>, Lost> {
-        let request = WatchRequest { instance_id: self.info.instance_id.clone(), events_over_nats };
+    async fn watch(&mut self, events: EventRoute) -> Result<Streaming<WatchReply>, ConnectionEnd> {
+        let request = WatchRequest { instance_id: self.info.instance_id.clone(), events_over_nats: events == EventRoute::Nats };
         Ok(self.remote.in_time(self.control.watch(request)).await??.into_inner())
     }
 
-    async fn snapshot(&mut self) -> Result<Streaming<SnapshotChunk>, Lost> {
+    async fn snapshot(&mut self) -> Result<Streaming<SnapshotChunk>, ConnectionEnd> {
         let request = SnapshotRequest { instance_id: self.info.instance_id.clone() };
         Ok(self.remote.in_time(self.control.snapshot(request)).await??.into_inner())
     }
 
     async fn replace(&mut self, snapshot: &Snapshot) -> Result<(), JoinError> {
-        let Self { remote: Remote { cluster, address, .. }, info, .. } = self;
+        let Self { remote: RemoteProcess { cluster, address, .. }, info, .. } = self;
         let content = cluster.load(snapshot).await;
         match self.member {
             Some(id) => cluster.replace(id, content),
@@ -238,15 +241,15 @@ impl Connection<'_> {
     }
 
     /// Applies the update. `source` is the source of its events, if it has any.
-    async fn apply(&mut self, update: Update, source: EventSource) -> Result<(), Lost> {
+    async fn apply(&mut self, update: CacheUpdate, source: EventRoute) -> Result<(), ConnectionEnd> {
         let cluster = &self.remote.cluster;
         let has_events = match update {
-            Update::None => false,
-            Update::Snapshot(snapshot) => {
+            CacheUpdate::None => false,
+            CacheUpdate::Snapshot(snapshot) => {
                 self.replace(&snapshot).await?;
                 true
             }
-            Update::Batch { batch, stats, sent_unix_us } => {
+            CacheUpdate::Batch { batch, stats, sent_unix_us } => {
                 let has_events = !batch.events.is_empty();
                 if has_events && sent_unix_us > 0 {
                     let lag = Duration::from_micros(unix_us().saturating_sub(sent_unix_us));
@@ -273,10 +276,10 @@ impl Connection<'_> {
     }
 }
 
-impl Drop for Connection<'_> {
+impl Drop for WorkerConnection<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.member {
-            let Self { remote: Remote { cluster, address, .. }, info, .. } = self;
+            let Self { remote: RemoteProcess { cluster, address, .. }, info, .. } = self;
             cluster.leave(id);
             tracing::info!(worker_id = info.worker_id, instance_id = info.instance_id, %address, "worker left");
         }
@@ -284,10 +287,10 @@ impl Drop for Connection<'_> {
 }
 
 /// Returns the stream's next message; `None` if the worker reports that it has not sent all events to this router.
-fn reply_or_gap(reply: Result<Option<WatchReply>, Status>) -> Result<Option<WatchReply>, Lost> {
+fn reply_or_gap(reply: Result<Option<WatchReply>, Status>) -> Result<Option<WatchReply>, ConnectionEnd> {
     match reply {
         Ok(Some(reply)) => Ok(Some(reply)),
-        Ok(None) => Err(Lost::Closed),
+        Ok(None) => Err(ConnectionEnd::Closed),
         Err(status) if status.code() == Code::DataLoss => Ok(None),
         Err(status) => Err(status.into()),
     }
@@ -297,9 +300,9 @@ fn has_events(reply: &WatchReply) -> bool {
     matches!(&reply.message, Some(Message::Batch(batch)) if !batch.events.is_empty())
 }
 
-async fn next_chunk(snapshot: &mut Option<Streaming<SnapshotChunk>>) -> Result<SnapshotChunk, Lost> {
+async fn next_chunk(snapshot: &mut Option<Streaming<SnapshotChunk>>) -> Result<SnapshotChunk, ConnectionEnd> {
     match snapshot {
-        Some(chunks) => chunks.message().await?.ok_or(Lost::Closed),
+        Some(chunks) => chunks.message().await?.ok_or(ConnectionEnd::Closed),
         None => std::future::pending().await,
     }
 }

@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tandem::Cluster;
-use tandem::audit::{self, ClientLine, ReportedUsage, Source};
+use tandem::audit::{self, ClientLine, CountSource, ReportedUsage};
 use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
 use tandem_engine::EngineHandle;
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
@@ -381,7 +381,7 @@ impl Answer {
         let details = self.details();
         let of_prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
         let estimate = of_prompts.iter().any(|prompt| prompt["cached_tokens_source"] != "worker");
-        let source = if estimate { Source::RouterEstimate } else { Source::Worker };
+        let source = if estimate { CountSource::RouterEstimate } else { CountSource::Worker };
         Some(ReportedUsage { prompts, prompt_tokens, cached_tokens: self.cached_tokens(), source })
     }
 

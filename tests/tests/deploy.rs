@@ -18,7 +18,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
 };
-use tandem::{cli::Cli, model::Source};
+use tandem::{cli::Cli, model::ModelSource};
 
 /// The maximum number of levels of nested merge keys in a compose file: hardened, tandem, prefill, prefill-2.
 const MERGES_MAX: usize = 4;
@@ -116,7 +116,7 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
 #[test]
 fn serving_processes_have_secrets_and_a_pinned_model_and_download_no_model() -> Result<()> {
     let services = services(CLUSTER)?;
-    let model = format!("${{TANDEM_MODEL:-{}}}", Source::default());
+    let model = format!("${{TANDEM_MODEL:-{}}}", ModelSource::default());
     ensure!(services["model"]["command"][2] == *model, "the service fetches {}", services["model"]["command"]);
     for name in ["router", "frontend", "prefill", "decode", "prefill-2", "decode-2"] {
         let service = &services[name];

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::time::Duration;
 use tandem::{
-    Cluster, Served,
+    Cluster, ServedProcess,
     settings::{EngineKind, PrefillPlace, UpSettings},
 };
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};

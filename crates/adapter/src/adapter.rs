@@ -1,6 +1,6 @@
 //! The back end of a worker whose engine is another process.
 
-use crate::{api::Api, job, shared::Shared};
+use crate::{api::Api, job, shared::AdapterState};
 use std::sync::Arc;
 use tandem_engine::{EngineInfo, Generate, KvSource, Prefill, Refusal};
 use tandem_worker::{Backend, CacheWatch, Job, KvExchange};
@@ -9,7 +9,7 @@ use tokio::sync::watch;
 /// The back end of a worker whose engine is another process, which it calls over the network. It is cheap to clone.
 #[derive(Clone)]
 pub struct Adapter {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<AdapterState>,
     pub(crate) api: Arc<dyn Api>,
     pub(crate) family: Option<Arc<str>>,
     pub(crate) loras: Arc<[String]>,

@@ -1,6 +1,6 @@
 //! The requests that an adapter sends to an engine's server. Each kind of engine implements them with its own protocol.
 
-use crate::http::HttpError;
+use crate::http::EngineHttpError;
 use futures::stream::BoxStream;
 use std::borrow::Cow;
 use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
@@ -22,32 +22,32 @@ pub(crate) trait Api: Send + Sync + 'static {
     ///
     /// # Errors
     /// Fails if the engine refuses the request, or fails without reporting the number of cached tokens.
-    async fn export(&self, call: &Call) -> Result<Exported, EngineFailure>;
+    async fn export(&self, call: &EngineCall) -> Result<Exported, EngineFailure>;
 
-    /// Generates an answer. The last chunk of the stream has [`Chunk::usage`]. Dropping the stream cancels the request.
+    /// Generates an answer. The last chunk of the stream has [`AnswerChunk::usage`]. Dropping the stream cancels the request.
     ///
     /// # Errors
     /// Fails if the engine refuses the request or fails. An item of the stream is an error for the same reasons.
     async fn generate(
         &self,
-        call: &Call,
+        call: &EngineCall,
         sampling: &Sampling,
         pull: Option<KvHandle>,
-    ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure>;
+    ) -> Result<BoxStream<'static, Result<AnswerChunk, EngineFailure>>, EngineFailure>;
 
     /// Returns the logprobs of the prompt's tokens, each with `top` alternatives; `None` for the first token.
     ///
     /// # Errors
     /// Fails if the engine refuses the request or fails.
-    async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure>;
+    async fn prompt_logprobs(&self, call: &EngineCall, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure>;
 
-    /// Ends a request early. Its stream still ends with a chunk that has [`Chunk::usage`].
+    /// Ends a request early. Its stream still ends with a chunk that has [`AnswerChunk::usage`].
     async fn abort(&self, request_id: &str);
 }
 
 /// A request to an external engine.
 #[derive(Clone, Debug)]
-pub(crate) struct Call {
+pub(crate) struct EngineCall {
     pub request_id: String,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
@@ -62,13 +62,13 @@ pub(crate) struct Exported {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Chunk {
+pub(crate) struct AnswerChunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
     /// Tokens that the engine found in its prefix cache, if it reports them before its answer ends.
     pub counted: Option<u32>,
     /// The engine's report about the request, in the last chunk; `None` in all other chunks.
-    pub usage: Option<Usage>,
+    pub usage: Option<EngineUsage>,
 }
 
 /// The reason why an answer has ended.
@@ -81,7 +81,7 @@ pub(crate) enum Finish {
 
 /// The engine's report about a request that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Usage {
+pub(crate) struct EngineUsage {
     /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
 }
@@ -102,7 +102,7 @@ pub(crate) enum EngineFailure {
     Failed(String),
     /// The engine is unreachable, or the connection was lost before the answer was complete.
     #[error("the connection to the engine failed")]
-    Connection(#[from] HttpError),
+    Connection(#[from] EngineHttpError),
     /// The engine's answer violates the protocol.
     #[error("the engine sent an invalid answer: {0}")]
     Protocol(String),

@@ -40,7 +40,7 @@ pub(crate) const ANSWER_MAX: usize = 4 << 20;
 
 /// The reason why a request has no complete answer.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum HttpError {
+pub(crate) enum EngineHttpError {
     #[error("the request received no response")]
     Request(#[from] hyper_util::client::legacy::Error),
     #[error("the connection was closed in the middle of the response")]
@@ -53,7 +53,7 @@ pub(crate) enum HttpError {
     Event(String),
 }
 
-impl HttpError {
+impl EngineHttpError {
     /// Returns whether the request cannot have ended the server: it has not reached the server, or the server continues to send something else than
     /// an answer.
     pub fn cannot_have_ended_the_server(&self) -> bool {
@@ -88,16 +88,16 @@ pub(crate) struct HttpClient {
     /// The beginning of every URL: the scheme, the authority and a path prefix without a slash at its end.
     base: Arc<str>,
     host: Arc<str>,
-    key: Option<Arc<Key>>,
+    key: Option<Arc<ServerKey>>,
 }
 
 /// The key that the server requires, and the header that has been made from it.
-struct Key {
+struct ServerKey {
     secret: Secret,
     bearer: Mutex<HeaderValue>,
 }
 
-impl Key {
+impl ServerKey {
     fn header(&self) -> HeaderValue {
         self.bearer.lock().clone()
     }
@@ -120,7 +120,7 @@ impl HttpClient {
         let uri: Uri = url.parse().map_err(|_| invalid())?;
         let host = uri.host().filter(|_| matches!(uri.scheme_str(), Some("http" | "https")) && uri.query().is_none());
         let host = host.ok_or_else(invalid)?.into();
-        let with_header = |secret: Secret| Ok(Arc::new(Key { bearer: Mutex::new(bearer(&secret)?), secret }));
+        let with_header = |secret: Secret| Ok(Arc::new(ServerKey { bearer: Mutex::new(bearer(&secret)?), secret }));
         let key = key.map(with_header).transpose()?;
         let mut connector = HttpConnector::new();
         connector.enforce_http(false);
@@ -152,7 +152,7 @@ impl HttpClient {
         path: &str,
         headers: &[(&'static str, String)],
         json: Option<Vec<u8>>,
-    ) -> Result<Response<Incoming>, HttpError> {
+    ) -> Result<Response<Incoming>, EngineHttpError> {
         let json = Bytes::from(json.unwrap_or_default());
         let key = self.key.as_ref().map(|key| key.header());
         let answer = self.send_once(method.clone(), path, headers, json.clone(), key.clone()).await?;
@@ -173,7 +173,7 @@ impl HttpClient {
         headers: &[(&'static str, String)],
         json: Bytes,
         key: Option<HeaderValue>,
-    ) -> Result<Response<Incoming>, HttpError> {
+    ) -> Result<Response<Incoming>, EngineHttpError> {
         let mut request = Request::new(Full::new(json));
         *request.method_mut() = method;
         *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a constant path are a URI");
@@ -197,13 +197,13 @@ impl HttpClient {
         path: &str,
         json: Option<Vec<u8>>,
         limit: Duration,
-    ) -> Result<(StatusCode, Bytes), HttpError> {
+    ) -> Result<(StatusCode, Bytes), EngineHttpError> {
         let reading = async {
             let answer = self.send(method, path, &[], json).await?;
             let status = answer.status();
             Ok((status, whole(answer, ANSWER_MAX).await?))
         };
-        timeout(limit, reading).await.unwrap_or(Err(HttpError::Timeout(limit)))
+        timeout(limit, reading).await.unwrap_or(Err(EngineHttpError::Timeout(limit)))
     }
 }
 
@@ -217,23 +217,25 @@ fn bearer(key: &Secret) -> Result<HeaderValue, ClientError> {
 ///
 /// # Errors
 /// Fails if the body is longer than `max` bytes, or if the connection is lost.
-pub(crate) async fn whole(answer: Response<Incoming>, max: usize) -> Result<Bytes, HttpError> {
+pub(crate) async fn whole(answer: Response<Incoming>, max: usize) -> Result<Bytes, EngineHttpError> {
     match Limited::new(answer.into_body(), max).collect().await {
         Ok(body) => Ok(body.to_bytes()),
-        Err(error) => Err(error.downcast::<hyper::Error>().map_or(HttpError::TooLong(max), |error| HttpError::Body(*error))),
+        Err(error) => {
+            Err(error.downcast::<hyper::Error>().map_or(EngineHttpError::TooLong(max), |error| EngineHttpError::Body(*error)))
+        }
     }
 }
 
 /// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.
-pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, HttpError>> + Send {
+pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, EngineHttpError>> + Send {
     // The number of bytes that have arrived since the last event. The parser keeps them.
     let kept = Arc::new(AtomicUsize::new(0));
     let parsed = Arc::clone(&kept);
     let pieces = BodyStream::new(answer.into_body()).filter_map(move |frame| {
-        let piece = frame.map_err(HttpError::from).map(|frame| frame.into_data().ok()).transpose();
+        let piece = frame.map_err(EngineHttpError::from).map(|frame| frame.into_data().ok()).transpose();
         let arrived = piece.as_ref().map_or(0, |piece| piece.as_ref().map_or(0, Bytes::len));
         let is_too_long = kept.fetch_add(arrived, Ordering::Relaxed) + arrived > ANSWER_MAX;
-        std::future::ready(if is_too_long { Some(Err(HttpError::TooLong(ANSWER_MAX))) } else { piece })
+        std::future::ready(if is_too_long { Some(Err(EngineHttpError::TooLong(ANSWER_MAX))) } else { piece })
     });
     pieces.eventsource().map(move |event| match event {
         Ok(event) => {
@@ -241,7 +243,7 @@ pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<St
             Ok(event.data)
         }
         Err(EventStreamError::Transport(error)) => Err(error),
-        Err(error) => Err(HttpError::Event(error.to_string())),
+        Err(error) => Err(EngineHttpError::Event(error.to_string())),
     })
 }
 
@@ -378,7 +380,7 @@ mod tests {
     async fn answer_above_the_limit_is_an_error() {
         let read = async |length| client("x".repeat(length)).await.read(Method::GET, "/", None, Duration::from_secs(60)).await;
         assert_eq!(read(ANSWER_MAX).await.unwrap().1.len(), ANSWER_MAX);
-        assert!(matches!(read(ANSWER_MAX + 1).await, Err(HttpError::TooLong(ANSWER_MAX))));
+        assert!(matches!(read(ANSWER_MAX + 1).await, Err(EngineHttpError::TooLong(ANSWER_MAX))));
     }
 
     #[tokio::test]
@@ -390,7 +392,7 @@ mod tests {
         for endless in [line.clone(), format!("data: {line}\n"), format!(":{line}\n")] {
             let answer = client(endless.repeat(9)).await.send(Method::GET, "/", &[], None).await.unwrap();
             let first = Box::pin(events(answer)).next().await;
-            assert!(matches!(first, Some(Err(HttpError::TooLong(_)))), "{first:?}");
+            assert!(matches!(first, Some(Err(EngineHttpError::TooLong(_)))), "{first:?}");
         }
     }
 }

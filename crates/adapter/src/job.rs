@@ -1,9 +1,9 @@
 //! A job on an external engine: its task waits for a place in the engine, sends the job's requests to the engine and reports their events.
 
 use crate::{
-    api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
-    books::Work,
-    shared::{Shared, Tiers},
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish},
+    engine_load::LoadShare,
+    shared::{AdapterState, Tiers},
     slots::{QueuedRequest, Slot},
 };
 use futures::{StreamExt, future::try_join_all};
@@ -56,17 +56,17 @@ impl Job for AdapterJob {
 
 struct Task {
     api: Arc<dyn Api>,
-    shared: Arc<Shared>,
+    shared: Arc<AdapterState>,
     events: mpsc::Sender<Event>,
     cancelled: CancellationToken,
 }
 
-enum Ended {
+enum JobEnd {
     Dropped,
     Event(Event),
 }
 
-impl From<EngineFailure> for Ended {
+impl From<EngineFailure> for JobEnd {
     fn from(failure: EngineFailure) -> Self {
         match failure.refusal() {
             Some(refusal) => {
@@ -84,13 +84,13 @@ impl From<EngineFailure> for Ended {
 }
 
 fn start<F>(
-    shared: &Arc<Shared>,
+    shared: &Arc<AdapterState>,
     api: &Arc<dyn Api>,
-    waiting: Waiting,
-    run: impl FnOnce(Task, Running) -> F + Send + 'static,
+    waiting: QueuedWork,
+    run: impl FnOnce(Task, SubmittedRequest) -> F + Send + 'static,
 ) -> AdapterJob
 where
-    F: Future<Output = Result<(), Ended>> + Send,
+    F: Future<Output = Result<(), JobEnd>> + Send,
 {
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
     let (sender, handle) = oneshot::channel();
@@ -98,7 +98,7 @@ where
     let task = Task { api: Arc::clone(api), shared: Arc::clone(shared), events: events.clone(), cancelled: cancelled.clone() };
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
-        let Waiting { mut queued, work } = waiting;
+        let QueuedWork { mut queued, work } = waiting;
         let slot = tokio::select! {
             biased;
             () = task.events.closed() => return,
@@ -108,7 +108,7 @@ where
         let submitted = Instant::now();
         work.submitted();
         let closed = events.clone();
-        let running = Running { _slot: slot, work, handle, submitted };
+        let running = SubmittedRequest { _slot: slot, work, handle, submitted };
         if events.send(Event::Submitted).await.is_err() {
             return;
         }
@@ -117,7 +117,7 @@ where
             // The worker has dropped the job. Dropping the future of `run` ends the job's requests in the engine.
             () = closed.closed() => {}
             ended = run(task, running) => {
-                if let Err(Ended::Event(event)) = ended {
+                if let Err(JobEnd::Event(event)) = ended {
                     drop(events.send(event).await);
                 }
             }
@@ -126,41 +126,41 @@ where
     AdapterJob { events: receiver, handle: Some(sender), cancelled, _task: tasks }
 }
 
-struct Waiting {
+struct QueuedWork {
     queued: QueuedRequest,
-    work: Work,
+    work: LoadShare,
 }
 
-struct Running {
+struct SubmittedRequest {
     _slot: Slot,
-    work: Work,
+    work: LoadShare,
     handle: oneshot::Receiver<KvHandle>,
     submitted: Instant,
 }
 
-pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
+pub(crate) fn prefill(shared: &Arc<AdapterState>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
     let Prefill { request_id, account, priority, namespace, prompt } = prefill;
     let queued = shared.slots.enqueue(&account, priority, shared.blocks(prompt.len()))?;
-    let call = Call { request_id: shared.request_id(&request_id), namespace, tokens: prompt };
+    let call = EngineCall { request_id: shared.request_id(&request_id), namespace, tokens: prompt };
     let new_tokens = call.tokens.len() - shared.known_tokens(&call.namespace, &call.tokens);
-    let work = Work::new(&shared.books, request_id, new_tokens, (call.tokens.len(), 1));
-    Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.export(call, running).await }))
+    let work = LoadShare::new(&shared.engine_load, request_id, new_tokens, (call.tokens.len(), 1));
+    Ok(start(shared, api, QueuedWork { queued, work }, |task, running| async move { task.export(call, running).await }))
 }
 
-pub(crate) fn generate(shared: &Arc<Shared>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
+pub(crate) fn generate(shared: &Arc<AdapterState>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
     let queued = shared.slots.enqueue(&generate.account, generate.priority, shared.blocks(generate.prompt.len()))?;
     let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
     let new_tokens = match generate.kv {
         KvSource::Handle => 0,
         KvSource::Local | KvSource::Remote => generate.prompt.len() - shared.known_tokens(&generate.namespace, &generate.prompt),
     };
-    let work = Work::new(&shared.books, generate.request_id.clone(), new_tokens, (generate.prompt.len(), samples));
-    Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.generate(generate, running).await }))
+    let work = LoadShare::new(&shared.engine_load, generate.request_id.clone(), new_tokens, (generate.prompt.len(), samples));
+    Ok(start(shared, api, QueuedWork { queued, work }, |task, running| async move { task.generate(generate, running).await }))
 }
 
 impl Task {
-    async fn send(&self, event: Event) -> Result<(), Ended> {
-        self.events.send(event).await.map_err(|_| Ended::Dropped)
+    async fn send(&self, event: Event) -> Result<(), JobEnd> {
+        self.events.send(event).await.map_err(|_| JobEnd::Dropped)
     }
 
     /// Checks that the model has these tokens, as far as the server reports the size of its vocabulary.
@@ -171,7 +171,7 @@ impl Task {
         })
     }
 
-    async fn export(self, call: Call, running: Running) -> Result<(), Ended> {
+    async fn export(self, call: EngineCall, running: SubmittedRequest) -> Result<(), JobEnd> {
         let tiers = self.shared.tiers(&call);
         let exporting = self.api.export(&call);
         tokio::pin!(exporting);
@@ -190,7 +190,7 @@ impl Task {
         let took = running.submitted.elapsed();
         self.send(Event::Scheduled { cached }).await?;
         if is_aborted {
-            return Err(Ended::Dropped);
+            return Err(JobEnd::Dropped);
         }
         let handle = exported.handle?;
         running.work.begun(call.tokens.len().saturating_sub(known), took);
@@ -198,19 +198,19 @@ impl Task {
         self.send(Event::Exported(handle)).await
     }
 
-    async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
-        let Running { _slot, work, handle, submitted } = running;
+    async fn generate(self, generate: Generate, running: SubmittedRequest) -> Result<(), JobEnd> {
+        let SubmittedRequest { _slot, work, handle, submitted } = running;
         // If the KV comes from another engine, the time to the first token contains only the pull, not the other engine's prefill.
         let (handle, submitted) = match generate.kv {
-            KvSource::Handle => (Some(handle.await.map_err(|_| Ended::Dropped)?), Instant::now()),
+            KvSource::Handle => (Some(handle.await.map_err(|_| JobEnd::Dropped)?), Instant::now()),
             KvSource::Local | KvSource::Remote => (None, submitted),
         };
         let request_id = self.shared.request_id(&generate.request_id);
-        let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
+        let base = EngineCall { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
         let tiers = self.shared.tiers(&base);
         if let Some(top) = generate.prompt_logprobs {
             // The engine does not use its prefix cache for a request that asks for the prompt's logprobs.
-            let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
+            let call = EngineCall { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
             let logprobs = self.api.prompt_logprobs(&call, top).await?;
             self.check(logprobs.iter().flat_map(alternatives))?;
             self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
@@ -221,7 +221,7 @@ impl Task {
             none if none.is_empty() => (0..generate.samples).map(|sample| Generated { sample, tokens: Vec::new() }).collect(),
             resumed => resumed.clone(),
         };
-        let answer = Answer {
+        let answer = SampleSet {
             task: &self,
             generate: &generate,
             base: &base,
@@ -250,12 +250,12 @@ fn alternatives(logprobs: &Option<TokenLogprobs>) -> impl Iterator<Item = TokenI
 }
 
 /// The samples of one generation. Each is a separate request to the engine, with its own seed, as in Tandem's engine.
-struct Answer<'a> {
+struct SampleSet<'a> {
     task: &'a Task,
     generate: &'a Generate,
-    base: &'a Call,
+    base: &'a EngineCall,
     tiers: Tiers,
-    work: &'a Work,
+    work: &'a LoadShare,
     submitted: Instant,
     /// Cancelled when the first sample has its first token. Only then are the other samples submitted, so that they find the prompt in the engine's
     /// cache.
@@ -268,8 +268,8 @@ struct Answer<'a> {
     counts_prompt: bool,
 }
 
-impl Answer<'_> {
-    async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), Ended> {
+impl SampleSet<'_> {
+    async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), JobEnd> {
         if !first {
             tokio::select! {
                 biased;
@@ -288,7 +288,7 @@ impl Answer<'_> {
         if silent && !(first && (self.reports_prompt || handle.is_some())) {
             return self.task.send(Event::Finished { sample, reason: FinishReason::Length }).await;
         }
-        let call = Call {
+        let call = EngineCall {
             request_id: format!("{}-{sample}", self.base.request_id),
             namespace: self.base.namespace.clone(),
             tokens: [&self.generate.prompt, &*tokens].concat(),
@@ -304,11 +304,11 @@ impl Answer<'_> {
     /// Generates a sample. The tokens of `call` become those that the engine has computed.
     async fn run(
         &self,
-        mut call: Call,
+        mut call: EngineCall,
         sampling: &Sampling,
         (sample, first, silent): (u32, bool, bool),
         handle: Option<KvHandle>,
-    ) -> Result<Option<FinishReason>, Ended> {
+    ) -> Result<Option<FinishReason>, JobEnd> {
         let Self { task, work, .. } = self;
         // An engine pulls KV even after the lease of the KV has ended, so the adapter checks the time. The lease is twice as long as the handle is
         // valid.
@@ -318,7 +318,7 @@ impl Answer<'_> {
             let is_answer = matches!(failure, EngineFailure::Denied { .. } | EngineFailure::Protocol(_));
             if pulls && !has_begun && (is_answer || failure.refusal().is_none()) {
                 tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
-                return Ended::Event(Event::PullFailed);
+                return JobEnd::Event(Event::PullFailed);
             }
             failure.into()
         };
@@ -338,13 +338,13 @@ impl Answer<'_> {
                 }
             };
             let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
-            let Chunk { mut tokens, finish: mut ended, counted: now, mut usage } =
+            let AnswerChunk { mut tokens, finish: mut ended, counted: now, mut usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
             if tokens.len() > left {
                 tracing::warn!("the engine has generated more tokens than the request allows; the answer ends at the limit");
                 tokens.truncate(left);
                 ended = Some(Finish::Length);
-                usage.get_or_insert(Usage { cached_tokens: None });
+                usage.get_or_insert(EngineUsage { cached_tokens: None });
             }
             left -= tokens.len();
             task.check(tokens.iter().flat_map(|(token, logprobs)| iter::once(*token).chain(alternatives(logprobs))))?;
@@ -355,7 +355,7 @@ impl Answer<'_> {
             if !has_begun && !tokens.is_empty() {
                 if lease_ends.is_some_and(|end| Instant::now() > end) {
                     tracing::warn!("a prompt's KV was pulled after the end of its lease, and is not used");
-                    return Err(Ended::Event(Event::PullFailed));
+                    return Err(JobEnd::Event(Event::PullFailed));
                 }
                 has_begun = true;
                 self.begin(first, pulls, &call, counted).await?;
@@ -393,14 +393,14 @@ impl Answer<'_> {
         }
     }
 
-    async fn count(&self, first: bool, tokens: Option<u32>) -> Result<(), Ended> {
+    async fn count(&self, first: bool, tokens: Option<u32>) -> Result<(), JobEnd> {
         if !(first && self.counts_prompt) {
             return Ok(());
         }
         self.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.tiers.split(tokens)) }).await
     }
 
-    async fn begin(&self, first: bool, pulls: bool, call: &Call, counted: Option<u32>) -> Result<(), Ended> {
+    async fn begin(&self, first: bool, pulls: bool, call: &EngineCall, counted: Option<u32>) -> Result<(), JobEnd> {
         if !first {
             return Ok(());
         }

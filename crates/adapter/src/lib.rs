@@ -2,7 +2,7 @@
 
 mod adapter;
 mod api;
-mod books;
+mod engine_load;
 mod event;
 mod failure;
 mod http;

@@ -23,7 +23,7 @@ use crate::{
     salt,
 };
 use assumed::Assumed;
-use blocks::{Blocks, Tier};
+use blocks::{MirrorBlocks, Tier};
 use std::collections::{BTreeSet, HashMap};
 use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, child_hashes, sequence_hashes};
 
@@ -80,7 +80,7 @@ pub struct Unroutable {
 pub struct Mirror {
     settings: MirrorSettings,
     engine_blocks: HashMap<EngineHash, EngineBlock>,
-    blocks: Blocks,
+    blocks: MirrorBlocks,
     assumed: Assumed,
     /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first
     /// report.
@@ -124,7 +124,7 @@ impl Mirror {
         Ok(Self {
             settings,
             engine_blocks: HashMap::new(),
-            blocks: Blocks::default(),
+            blocks: MirrorBlocks::default(),
             assumed: Assumed::new(device_blocks as usize),
             group: None,
             ignored_kinds: BTreeSet::new(),
@@ -304,7 +304,7 @@ impl EngineBlock {
     }
 
     /// Counts one more block with this content in the tier.
-    fn hold(&mut self, tier: Tier, blocks: &mut Blocks) {
+    fn hold(&mut self, tier: Tier, blocks: &mut MirrorBlocks) {
         *self.count(tier) += 1;
         if *self.count(tier) == 1 {
             let mut parent = self.parent;
@@ -316,7 +316,7 @@ impl EngineBlock {
     }
 
     /// Counts one block less in the tier. Changes nothing if the engine has not reported that it stored the block.
-    fn release(&mut self, tier: Tier, blocks: &mut Blocks) {
+    fn release(&mut self, tier: Tier, blocks: &mut MirrorBlocks) {
         let count = self.count(tier);
         let was_last = *count == 1;
         *count = count.saturating_sub(1);

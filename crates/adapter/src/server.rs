@@ -3,11 +3,11 @@
 use crate::{
     Adapter,
     api::{Api, EngineFailure},
-    books::Books,
+    engine_load::EngineLoad,
     failure,
-    http::{ClientError, HttpClient, HttpError},
+    http::{ClientError, EngineHttpError, HttpClient},
     mirror::WrongBlockSize,
-    shared::Shared,
+    shared::AdapterState,
 };
 use futures::future::BoxFuture;
 use hyper::Method;
@@ -99,7 +99,7 @@ pub struct ServerDescription {
 pub(crate) type Instance = Option<String>;
 
 #[tonic::async_trait]
-pub(crate) trait Server: Send + Sync + 'static {
+pub(crate) trait EngineServer: Send + Sync + 'static {
     /// Checks that the engine can work.
     ///
     /// # Errors
@@ -107,8 +107,8 @@ pub(crate) trait Server: Send + Sync + 'static {
     async fn check_health(&self) -> Result<Instance, EngineFailure>;
 }
 
-pub(crate) struct Engine {
-    pub shared: Arc<Shared>,
+pub(crate) struct ConnectedEngine {
+    pub shared: Arc<AdapterState>,
     pub family: Option<Arc<str>>,
     pub instance: Instance,
     /// The time without an answer to a health check and without progress after which the engine counts as hung.
@@ -127,15 +127,20 @@ pub struct Connected {
 }
 
 impl Connected {
-    pub(crate) fn new<S: Api + Server>(server: Arc<S>, engine: Engine, model: ModelDescription, loras: Vec<String>) -> Self {
-        let Engine { shared, family, instance, silence_max, events } = engine;
+    pub(crate) fn new<S: Api + EngineServer>(
+        server: Arc<S>,
+        engine: ConnectedEngine,
+        model: ModelDescription,
+        loras: Vec<String>,
+    ) -> Self {
+        let ConnectedEngine { shared, family, instance, silence_max, events } = engine;
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
         let adapter = Adapter { shared: Arc::clone(&shared), api, family, loras: loras.into(), hung: is_hung };
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,
-                ended = check_health(&*server, &instance, silence_max, &shared.books, &hung) => ended,
+                ended = check_health(&*server, &instance, silence_max, &shared.engine_load, &hung) => ended,
                 () = publish_load(&shared) => EngineEnded::Gone,
             };
             shared.end();
@@ -190,9 +195,9 @@ where
     }
 }
 
-async fn publish_load(shared: &Shared) {
+async fn publish_load(shared: &AdapterState) {
     loop {
-        shared.books.changed.notified().await;
+        shared.engine_load.changed.notified().await;
         shared.publish();
         sleep(LOAD_INTERVAL).await;
     }
@@ -201,10 +206,10 @@ async fn publish_load(shared: &Shared) {
 /// Checks the engine's health until the engine has ended. A slow answer does not show that the engine hangs: its machine may be busy. So the engine counts
 /// as hung if for `silence_max` no check is answered and no request makes progress.
 async fn check_health(
-    server: &impl Server,
+    server: &impl EngineServer,
     instance: &Instance,
     silence_max: Duration,
-    books: &Books,
+    engine_load: &EngineLoad,
     hung: &watch::Sender<bool>,
 ) -> EngineEnded {
     let (mut failed, mut answered_at) = (0, Instant::now());
@@ -212,14 +217,14 @@ async fn check_health(
     loop {
         sleep(HEALTH_INTERVAL).await;
         let checked = timeout(limit, server.check_health()).await;
-        match checked.unwrap_or(Err(EngineFailure::Connection(HttpError::Timeout(limit)))) {
+        match checked.unwrap_or(Err(EngineFailure::Connection(EngineHttpError::Timeout(limit)))) {
             Ok(now) if now.is_some() && now != *instance => return EngineEnded::Restarted,
             Ok(_) => {
                 (failed, answered_at) = (0, Instant::now());
                 hung.send_replace(false);
             }
-            Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
-                let alive_at = books.progress_at().map_or(answered_at, |progress_at| progress_at.max(answered_at));
+            Err(EngineFailure::Connection(EngineHttpError::Timeout(_))) => {
+                let alive_at = engine_load.progress_at().map_or(answered_at, |progress_at| progress_at.max(answered_at));
                 if alive_at.elapsed() >= silence_max && !hung.send_replace(true) {
                     tracing::warn!(
                         silence_s = silence_max.as_secs(),
@@ -243,7 +248,7 @@ mod tests {
     use super::*;
     use crate::{
         ServerSettings,
-        books::Work,
+        engine_load::LoadShare,
         http::testing::serve,
         llama_cpp::LlamaCppSettings,
         vllm::{KvEvents, VllmSettings},
@@ -256,7 +261,7 @@ mod tests {
     struct Silent(AtomicBool);
 
     #[tonic::async_trait]
-    impl Server for Silent {
+    impl EngineServer for Silent {
         async fn check_health(&self) -> Result<Instance, EngineFailure> {
             if self.0.load(Ordering::Relaxed) { Ok(None) } else { std::future::pending().await }
         }
@@ -312,9 +317,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn engine_hangs_if_it_is_silent_for_long_and_makes_no_progress() {
-        let (server, books) = (Silent(AtomicBool::new(true)), Arc::new(Books::default()));
+        let (server, engine_load) = (Silent(AtomicBool::new(true)), Arc::new(EngineLoad::default()));
         let (hung, is_hung) = watch::channel(false);
-        let work = Work::new(&books, "a".to_owned(), 0, (1, 1));
+        let work = LoadShare::new(&engine_load, "a".to_owned(), 0, (1, 1));
         work.submitted();
         let story = async {
             let after = async |seconds| {
@@ -332,7 +337,7 @@ mod tests {
         };
         tokio::select! {
             () = story => {}
-            _ended = check_health(&server, &None, Duration::from_secs(30), &books, &hung) => panic!("the engine has not ended"),
+            _ended = check_health(&server, &None, Duration::from_secs(30), &engine_load, &hung) => panic!("the engine has not ended"),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The state that all jobs of an adapter share: the mirror of the engine's cache, the places in the engine, and the load.
 
 use crate::{
-    api::Call,
-    books::Books,
+    api::EngineCall,
+    engine_load::EngineLoad,
     mirror::{Mirror, PrefixTiers},
     slots::Slots,
 };
@@ -19,10 +19,10 @@ use tokio::sync::broadcast;
 /// Maximum number of batches of KV events that wait for a slow reader. A reader that falls further behind starts again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 
-pub(crate) struct Shared {
+pub(crate) struct AdapterState {
     pub info: EngineInfo,
     pub slots: Arc<Slots>,
-    pub books: Arc<Books>,
+    pub engine_load: Arc<EngineLoad>,
     /// Whether the mirror is filled from the requests that were routed to this worker, because the engine reports no usable events.
     pub approximate: bool,
     pub cached_blocks_max: u32,
@@ -57,13 +57,13 @@ impl Tiers {
     }
 }
 
-impl Shared {
+impl AdapterState {
     pub fn new(info: EngineInfo, slots: Arc<Slots>, mirror: Mirror, approximate: bool) -> Self {
         let (batches, _) = broadcast::channel(BATCHES_MAX);
         let shared = Self {
             info,
             slots,
-            books: Arc::default(),
+            engine_load: Arc::default(),
             approximate,
             cached_blocks_max: mirror.cached_blocks_max(),
             mirror: Mutex::new(mirror),
@@ -86,7 +86,7 @@ impl Shared {
     }
 
     /// Returns the number of the prompt's leading blocks that each tier holds now.
-    pub fn tiers(&self, call: &Call) -> Tiers {
+    pub fn tiers(&self, call: &EngineCall) -> Tiers {
         self.tiers_of(&call.namespace, &call.tokens)
     }
 
@@ -102,10 +102,10 @@ impl Shared {
 
     /// Records that the engine has computed the call's tokens: a prompt, or a prompt and its answer. An approximate mirror then assumes that their
     /// blocks are cached.
-    pub fn computed(&self, call: &Call) {
+    pub fn computed(&self, call: &EngineCall) {
         if self.approximate {
             self.mirror.lock().assume_stored(&call.namespace, &call.tokens);
-            self.books.changed.notify_one();
+            self.engine_load.changed.notify_one();
         }
     }
 
@@ -123,7 +123,7 @@ impl Shared {
             let mut mirror = self.mirror.lock();
             let load = self.load(mirror.cached_blocks());
             *self.last.lock() = load.clone();
-            let included_request_ids = self.books.take_included();
+            let included_request_ids = self.engine_load.take_included();
             KvBatch { last_event_id: mirror.last_id(), events: mirror.take(), load, included_request_ids, step: None }
         };
         // Publishing fails only if there are no watchers.
@@ -145,7 +145,7 @@ impl Shared {
     }
 
     fn load(&self, mirrored: usize) -> Load {
-        let (load, tokens) = self.books.load();
+        let (load, tokens) = self.engine_load.load();
         let capacity = self.info.capacity_blocks;
         let in_use = u32::try_from(self.blocks(tokens as usize)).unwrap_or(u32::MAX).min(capacity);
         let cached = u32::try_from(mirrored).unwrap_or(u32::MAX).saturating_sub(in_use).min(capacity - in_use);

@@ -22,20 +22,20 @@ pub(crate) struct SlotLimits {
 const OLDEST_EVERY: u64 = 8;
 
 /// Requests between which places rotate by account: those that rank equally across accounts. The number is that rank.
-type Flow = (i32, Arc<str>);
+type SlotFlow = (i32, Arc<str>);
 /// The order in which a flow's requests are submitted: by priority within the account, then by arrival.
-type Turn = (i32, u64);
+type SlotOrder = (i32, u64);
 
 /// Decides which request is submitted next: of the flows of the best rank, the one with the fewest requests in the engine is next. In addition, the
 /// oldest request is next once in [`OLDEST_EVERY`] times.
 pub(crate) struct Slots {
     limits: SlotLimits,
-    state: Mutex<State>,
+    state: Mutex<SlotState>,
 }
 
 #[derive(Default)]
-struct State {
-    flows: BTreeMap<Flow, Requests>,
+struct SlotState {
+    flows: BTreeMap<SlotFlow, FlowRequests>,
     running: usize,
     blocks: u64,
     waiting: usize,
@@ -45,12 +45,12 @@ struct State {
 
 /// The requests of a flow.
 #[derive(Default)]
-struct Requests {
+struct FlowRequests {
     running: usize,
-    waiting: BTreeMap<Turn, Waiting>,
+    waiting: BTreeMap<SlotOrder, SlotWaiter>,
 }
 
-struct Waiting {
+struct SlotWaiter {
     blocks: u64,
     granted: oneshot::Sender<Slot>,
 }
@@ -58,15 +58,15 @@ struct Waiting {
 /// A request's permission to run in the engine. Dropping this value lets the next request run.
 pub(crate) struct Slot {
     slots: Arc<Slots>,
-    flow: Flow,
+    flow: SlotFlow,
     blocks: u64,
 }
 
 /// A request in the queue. Dropping it removes the request from the queue.
 pub(crate) struct QueuedRequest {
     slots: Arc<Slots>,
-    flow: Flow,
-    turn: Turn,
+    flow: SlotFlow,
+    turn: SlotOrder,
     granted: oneshot::Receiver<Slot>,
 }
 
@@ -85,7 +85,7 @@ impl Slots {
     /// # Errors
     /// Fails if the queue is full.
     pub fn enqueue(self: &Arc<Self>, account: &str, priority: Priority, blocks: u64) -> Result<QueuedRequest, Refusal> {
-        let flow: Flow = (priority.across, account.into());
+        let flow: SlotFlow = (priority.across, account.into());
         let (granted, receiver) = oneshot::channel();
         let turn = {
             let mut state = self.state.lock();
@@ -95,7 +95,7 @@ impl Slots {
             state.arrivals += 1;
             state.waiting += 1;
             let turn = (priority.within, state.arrivals);
-            state.flows.entry(flow.clone()).or_default().waiting.insert(turn, Waiting { blocks, granted });
+            state.flows.entry(flow.clone()).or_default().waiting.insert(turn, SlotWaiter { blocks, granted });
             turn
         };
         self.grant();
@@ -125,13 +125,13 @@ impl Slots {
     }
 }
 
-impl State {
+impl SlotState {
     fn has_room(&self, limits: &SlotLimits, blocks: u64) -> bool {
         self.running == 0 || (self.running < limits.running && self.blocks + blocks <= limits.blocks)
     }
 
     /// Removes the next request from the queue and returns it; `None` if the queue is empty or there is no place for the request.
-    fn next(&mut self, limits: &SlotLimits) -> Option<(Flow, Waiting)> {
+    fn next(&mut self, limits: &SlotLimits) -> Option<(SlotFlow, SlotWaiter)> {
         let (flow, turn) = if (self.submitted + 1).is_multiple_of(OLDEST_EVERY) { self.oldest() } else { self.best() }?;
         let requests = self.flows.get(&flow)?;
         let blocks = requests.waiting.get(&turn)?.blocks;
@@ -149,7 +149,7 @@ impl State {
     }
 
     /// Returns the first waiting request of the flow with the fewest requests in the engine, among the flows of the best rank.
-    fn best(&self) -> Option<(Flow, Turn)> {
+    fn best(&self) -> Option<(SlotFlow, SlotOrder)> {
         let heads = self.flows.iter().filter_map(|(flow, requests)| {
             let (turn, _) = requests.waiting.first_key_value()?;
             Some((flow.0, requests.running, turn.1, (flow, turn)))
@@ -158,14 +158,14 @@ impl State {
         Some((flow.clone(), *turn))
     }
 
-    fn oldest(&self) -> Option<(Flow, Turn)> {
+    fn oldest(&self) -> Option<(SlotFlow, SlotOrder)> {
         let all = self.flows.iter().flat_map(|(flow, requests)| requests.waiting.keys().map(move |turn| (flow, turn)));
         let (flow, turn) = all.min_by_key(|(_, (_, arrival))| *arrival)?;
         Some((flow.clone(), *turn))
     }
 
     /// Forgets a flow without requests.
-    fn forget_empty(&mut self, flow: &Flow) {
+    fn forget_empty(&mut self, flow: &SlotFlow) {
         if self.flows.get(flow).is_some_and(|requests| requests.running == 0 && requests.waiting.is_empty()) {
             self.flows.remove(flow);
         }

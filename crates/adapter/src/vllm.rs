@@ -10,5 +10,5 @@ mod response;
 mod subscription;
 
 pub use connect::{KvEvents, VllmSettings, connect, inspect};
-pub use events::{Batch, MalformedBatch, decode};
-pub use subscription::{InvalidEndpoint, Lost, Subscription, SubscriptionSettings, Update};
+pub use events::{EventBatch, MalformedBatch, decode};
+pub use subscription::{EventLoss, InvalidEndpoint, MirrorUpdate, Subscription, SubscriptionSettings};

@@ -94,7 +94,7 @@ pub(crate) struct Machine {
     draw_ticket: ticket::Draw,
 }
 
-/// The time after which a job that others outrank may become exempt: the default of the router's limit on the wait in line.
+/// The time after which a job that others outrank may become exempt: the default of the router's limit on the wait in the queue.
 const EXEMPT_AFTER: Duration = Duration::from_secs(10);
 /// One audit checks the contents of this many blocks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;

@@ -13,7 +13,7 @@ use tandem_kv::TokenId;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mask(Box<[u32]>);
 
-pub(crate) struct Shared {
+pub(crate) struct SharedTrie {
     pub trie: Arc<ApproximateTokEnv>,
     pub stop_tokens: Vec<TokenId>,
 }
@@ -22,7 +22,7 @@ pub(crate) struct Shared {
 #[derive(Clone)]
 pub struct Matcher {
     parser: llguidance::Matcher,
-    shared: Arc<Shared>,
+    shared: Arc<SharedTrie>,
     /// The marker after which the constraint begins; `None` once the text contains it.
     marker: Option<Marker>,
 }
@@ -31,7 +31,7 @@ impl Mask {
     /// Returns a mask that allows only these tokens, of a vocabulary of this size.
     pub fn of(tokens: &[TokenId], size: usize) -> Self {
         let mut mask = Self(vec![0; size.div_ceil(32)].into());
-        tokens.iter().filter(|token| (**token as usize) < size).for_each(|token| mask.set(*token, true));
+        tokens.iter().filter(|token| (**token as usize) < size).for_each(|token| mask.allow(*token));
         mask
     }
 
@@ -57,9 +57,15 @@ impl Mask {
         self.0.get(word).filter(|bits| **bits != 0).map_or(0, |bits| word as TokenId * 32 + bits.trailing_zeros())
     }
 
-    pub(crate) fn set(&mut self, token: TokenId, allowed: bool) {
+    fn allow(&mut self, token: TokenId) {
         if let Some(word) = self.0.get_mut(token as usize / 32) {
-            *word = if allowed { *word | 1 << (token % 32) } else { *word & !(1 << (token % 32)) };
+            *word |= 1 << (token % 32);
+        }
+    }
+
+    fn forbid(&mut self, token: TokenId) {
+        if let Some(word) = self.0.get_mut(token as usize / 32) {
+            *word &= !(1 << (token % 32));
         }
     }
 
@@ -74,7 +80,7 @@ impl Mask {
 }
 
 impl Matcher {
-    pub(crate) fn new(parser: TokenParser, shared: Shared, marker: Option<&str>) -> Result<Self, GrammarError> {
+    pub(crate) fn new(parser: TokenParser, shared: SharedTrie, marker: Option<&str>) -> Result<Self, GrammarError> {
         let marker = marker.filter(|marker| !marker.is_empty()).map(|text| Marker::new(text, &shared.trie));
         let mut matcher = Self { parser: llguidance::Matcher::new(Ok(parser)), shared: Arc::new(shared), marker };
         // The first mask shows whether any text meets the constraint.
@@ -98,7 +104,7 @@ impl Matcher {
         if let Some(marker) = &self.marker {
             let barred = marker.barred(&self.shared.trie);
             let mut mask = (!barred.is_empty()).then(|| Mask::all(size));
-            mask.iter_mut().for_each(|mask| barred.iter().for_each(|token| mask.set(*token, false)));
+            mask.iter_mut().for_each(|mask| barred.iter().for_each(|token| mask.forbid(*token)));
             return Ok(mask);
         }
         let is_accepting = self.parser.is_accepting().map_err(|_| self.failure())?;
@@ -109,7 +115,7 @@ impl Matcher {
             None => return Err(self.failure()),
         };
         if is_accepting {
-            self.shared.stop_tokens.iter().filter(|token| (**token as usize) < size).for_each(|token| mask.set(*token, true));
+            self.shared.stop_tokens.iter().filter(|token| (**token as usize) < size).for_each(|token| mask.allow(*token));
         }
         if mask.0.iter().all(|word| *word == 0) { Err(MatchError::NoToken) } else { Ok(Some(mask)) }
     }

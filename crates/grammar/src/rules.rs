@@ -13,7 +13,7 @@ const START: &str = "start";
 
 /// Checks the number of rules and the longest chain of references between them, and the JSON schemas within the grammar.
 pub(crate) fn check(lark: &str) -> Result<(), GrammarError> {
-    let mut reader = Reader { text: lark, at: 0 };
+    let mut reader = LexemeReader { text: lark, at: 0 };
     let mut numbers = HashMap::new();
     // The references of each name, in the order of the text, and whether the name is defined.
     let mut references: Vec<(&str, Vec<usize>)> = Vec::new();
@@ -94,12 +94,12 @@ enum Lexeme<'a> {
     Other,
 }
 
-struct Reader<'a> {
+struct LexemeReader<'a> {
     text: &'a str,
     at: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> LexemeReader<'a> {
     fn next(&mut self) -> Result<Option<Lexeme<'a>>, GrammarError> {
         let rest = &self.text[self.at..];
         let Some(first) = rest.bytes().next() else { return Ok(None) };

@@ -56,14 +56,14 @@ struct Node<'a> {
     value: &'a Value,
     parent: usize,
     /// The steps from the parent; none for the root and for the target of a reference.
-    steps: [Option<Step<'a>>; 2],
+    steps: [Option<PathStep<'a>>; 2],
     /// The JSON pointer of a reference's target.
     pointer: &'a str,
     level: usize,
 }
 
 #[derive(Clone, Copy)]
-enum Step<'a> {
+enum PathStep<'a> {
     Key(&'a str),
     Index(usize),
 }
@@ -123,7 +123,7 @@ impl<'a> Walk<'a> {
     fn add_nested(&mut self, open: &mut Vec<usize>, at: usize, object: &'a Map<String, Value>) -> Result<(), GrammarError> {
         let level = self.nodes[at].level + 1;
         for (keyword, value) in object {
-            let step = Step::Key(keyword);
+            let step = PathStep::Key(keyword);
             let node = |value, second| Node { value, parent: at, steps: [Some(step), second], pointer: "", level };
             match value {
                 Value::Object(_) if ONE.contains(&&**keyword) => self.add(open, node(value, None))?,
@@ -133,10 +133,10 @@ impl<'a> Walk<'a> {
                         let problem = format!("'{keyword}' has {} entries, more than the limit of {max}", named.len());
                         return Err(GrammarError::Schema { place: self.place(at), problem });
                     }
-                    named.iter().try_for_each(|(name, value)| self.add(open, node(value, Some(Step::Key(name)))))?;
+                    named.iter().try_for_each(|(name, value)| self.add(open, node(value, Some(PathStep::Key(name)))))?;
                 }
                 Value::Array(list) if LISTS.contains(&&**keyword) => {
-                    list.iter().enumerate().try_for_each(|(i, value)| self.add(open, node(value, Some(Step::Index(i)))))?;
+                    list.iter().enumerate().try_for_each(|(i, value)| self.add(open, node(value, Some(PathStep::Index(i)))))?;
                 }
                 _ => {}
             }
@@ -189,10 +189,10 @@ impl<'a> Walk<'a> {
             let node = &self.nodes[at];
             for step in node.steps.iter().rev().flatten() {
                 parts.push(match step {
-                    Step::Key(name) if is_pointer => format!("{key}{}", name.replace('~', "~0").replace('/', "~1")),
-                    Step::Key(name) => format!("{key}{name}"),
-                    Step::Index(i) if is_pointer => format!("{index}{i}"),
-                    Step::Index(i) => format!("{index}{i}]"),
+                    PathStep::Key(name) if is_pointer => format!("{key}{}", name.replace('~', "~0").replace('/', "~1")),
+                    PathStep::Key(name) => format!("{key}{name}"),
+                    PathStep::Index(i) if is_pointer => format!("{index}{i}"),
+                    PathStep::Index(i) => format!("{index}{i}]"),
                 });
             }
             if node.steps[0].is_none() {

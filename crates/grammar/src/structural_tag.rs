@@ -15,13 +15,13 @@ pub(crate) fn to_lark(tags: &str) -> Result<String, GrammarError> {
     let format = match tags {
         StructuralTag { format: Some(format), .. } => format,
         StructuralTag { structures: Some(structures), triggers: Some(triggers), .. } => {
-            let tag = |of: Structure| Tag {
+            let tag = |of: Structure| TagContent {
                 begin: of.begin,
-                content: Box::new(Format::JsonSchema { json_schema: of.schema }),
+                content: Box::new(TagFormat::JsonSchema { json_schema: of.schema }),
                 end: of.end.into(),
             };
             let tags = structures.into_iter().map(tag).collect();
-            Format::TriggeredTags(TriggeredTags { triggers, tags, at_least_one: false, stop_after_first: false })
+            TagFormat::TriggeredTags(TriggeredTags { triggers, tags, at_least_one: false, stop_after_first: false })
         }
         _ => return Err(GrammarError::invalid("a structural tag needs 'format', or 'structures' and 'triggers'")),
     };
@@ -36,7 +36,7 @@ const DEPTH_MAX: usize = 32;
 
 #[derive(Deserialize)]
 struct StructuralTag {
-    format: Option<Format>,
+    format: Option<TagFormat>,
     structures: Option<Vec<Structure>>,
     triggers: Option<Vec<String>>,
 }
@@ -50,33 +50,33 @@ struct Structure {
 
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-enum Format {
+enum TagFormat {
     ConstString { value: String },
     JsonSchema { json_schema: Value },
     Regex { pattern: String },
     AnyText {},
-    Sequence { elements: Vec<Format> },
-    Or { elements: Vec<Format> },
-    Tag(Tag),
+    Sequence { elements: Vec<TagFormat> },
+    Or { elements: Vec<TagFormat> },
+    Tag(TagContent),
     TriggeredTags(TriggeredTags),
     TagsWithSeparator(TagsWithSeparator),
 }
 
 #[derive(Deserialize)]
-struct Tag {
+struct TagContent {
     begin: String,
-    content: Box<Format>,
-    end: End,
+    content: Box<TagFormat>,
+    end: TagEnd,
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum End {
+enum TagEnd {
     One(String),
     Any(Vec<String>),
 }
 
-impl From<String> for End {
+impl From<String> for TagEnd {
     fn from(end: String) -> Self {
         Self::One(end)
     }
@@ -85,7 +85,7 @@ impl From<String> for End {
 #[derive(Deserialize)]
 struct TriggeredTags {
     triggers: Vec<String>,
-    tags: Vec<Tag>,
+    tags: Vec<TagContent>,
     #[serde(default)]
     at_least_one: bool,
     #[serde(default)]
@@ -94,7 +94,7 @@ struct TriggeredTags {
 
 #[derive(Deserialize)]
 struct TagsWithSeparator {
-    tags: Vec<Tag>,
+    tags: Vec<TagContent>,
     separator: String,
     #[serde(default)]
     at_least_one: bool,
@@ -117,34 +117,34 @@ impl Lark {
     }
 
     /// Returns the expression for a format. `is_last` says whether the format is the last part of the text.
-    fn expression(&mut self, format: &Format, is_last: bool, depth: usize) -> Result<String, GrammarError> {
+    fn expression(&mut self, format: &TagFormat, is_last: bool, depth: usize) -> Result<String, GrammarError> {
         if depth > DEPTH_MAX {
             return Err(GrammarError::TooLarge { found: depth, max: DEPTH_MAX, unit: "nested formats" });
         }
         match format {
-            Format::ConstString { value } => Ok(literal(value)),
-            Format::JsonSchema { json_schema } => Ok(format!("%json {}", with_options(json_schema.clone(), false)?)),
-            Format::Regex { pattern } => Ok(format!("/{}/", llguidance::regex_to_lark(pattern, ""))),
-            Format::AnyText {} if is_last => Ok("TEXT".to_owned()),
-            Format::AnyText {} => {
+            TagFormat::ConstString { value } => Ok(literal(value)),
+            TagFormat::JsonSchema { json_schema } => Ok(format!("%json {}", with_options(json_schema.clone(), false)?)),
+            TagFormat::Regex { pattern } => Ok(format!("/{}/", llguidance::regex_to_lark(pattern, ""))),
+            TagFormat::AnyText {} if is_last => Ok("TEXT".to_owned()),
+            TagFormat::AnyText {} => {
                 Err(GrammarError::invalid("'any_text' must be the last element or the content of a tag that has an end"))
             }
-            Format::Sequence { elements } => {
+            TagFormat::Sequence { elements } => {
                 let last = elements.len().saturating_sub(1);
                 let all = elements.iter().enumerate();
                 let all = all.map(|(i, element)| self.expression(element, is_last && i == last, depth + 1));
                 Ok(format!("({})", all.collect::<Result<Vec<_>, _>>()?.join(" ")))
             }
-            Format::Or { elements } => {
+            TagFormat::Or { elements } => {
                 let all = elements.iter().map(|element| self.expression(element, is_last, depth + 1));
                 Ok(format!("({})", all.collect::<Result<Vec<_>, _>>()?.join(" | ")))
             }
-            Format::Tag(tag) => {
+            TagFormat::Tag(tag) => {
                 let rest = self.tag(&tag.begin, tag, depth)?;
                 Ok(format!("({rest})"))
             }
-            Format::TriggeredTags(tags) => self.triggered(tags, is_last, depth),
-            Format::TagsWithSeparator(tags) => {
+            TagFormat::TriggeredTags(tags) => self.triggered(tags, is_last, depth),
+            TagFormat::TagsWithSeparator(tags) => {
                 let each = tags.tags.iter().map(|tag| self.tag(&tag.begin, tag, depth)).collect::<Result<Vec<_>, _>>()?;
                 let each = self.rule("", &each.join(" | "));
                 let more = if tags.stop_after_first { String::new() } else { format!("({} {each})*", literal(&tags.separator)) };
@@ -154,14 +154,14 @@ impl Lark {
     }
 
     /// Returns the expression for a tag whose opening text still lacks `begin`.
-    fn tag(&mut self, begin: &str, tag: &Tag, depth: usize) -> Result<String, GrammarError> {
+    fn tag(&mut self, begin: &str, tag: &TagContent, depth: usize) -> Result<String, GrammarError> {
         let ends = match &tag.end {
-            End::One(end) => vec![literal(end)],
-            End::Any(ends) => ends.iter().map(|end| literal(end)).collect(),
+            TagEnd::One(end) => vec![literal(end)],
+            TagEnd::Any(ends) => ends.iter().map(|end| literal(end)).collect(),
         };
         let end = format!("({})", ends.join(" | "));
         let rest = match (&*tag.content, ends.iter().any(|end| end == "\"\"")) {
-            (Format::AnyText {}, false) => self.rule("[lazy]", &format!("TEXT {end}")),
+            (TagFormat::AnyText {}, false) => self.rule("[lazy]", &format!("TEXT {end}")),
             (content, _) => format!("{} {end}", self.expression(content, false, depth + 1)?),
         };
         Ok(format!("{} {rest}", literal(begin)))

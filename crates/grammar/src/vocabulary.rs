@@ -1,6 +1,8 @@
 //! A model's tokens, in the form that the compiler of constraints needs.
 
-use crate::{Constraint, GrammarError, Kind, Matcher, matcher::Shared, schema::PROPERTIES_MAX, source, stack::on_large_stack};
+use crate::{
+    Constraint, GrammarError, Kind, Matcher, matcher::SharedTrie, schema::PROPERTIES_MAX, source, stack::on_large_stack,
+};
 use llguidance::{
     ParserFactory,
     api::ParserLimits,
@@ -70,7 +72,7 @@ impl Vocabulary {
                     _ => GrammarError::invalid(message.trim()),
                 }
             })?;
-            let shared = Shared { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
+            let shared = SharedTrie { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
             Matcher::new(parser, shared, constraint.begins_after.as_deref())
         });
         compiled.unwrap_or_else(|error| Err(GrammarError::invalid(error)))

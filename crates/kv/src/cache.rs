@@ -10,8 +10,6 @@
 
 mod invariants;
 #[cfg(test)]
-mod model_tests;
-#[cfg(test)]
 mod tests;
 
 pub use invariants::{Violation, ensure};

@@ -1,6 +1,6 @@
 //! Decides when the requests of a run are sent.
 
-use crate::{plan::Planned, runner::Runner};
+use crate::{plan::Planned, runner::RequestRunner};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{Mutex, Semaphore, mpsc},
@@ -9,13 +9,13 @@ use tokio::{
 };
 
 /// The requests of a run, in order.
-pub(crate) struct Source {
+pub(crate) struct RequestSource {
     /// The first request, which is ready before the clock starts.
     pub(crate) first: Option<Planned>,
     pub(crate) rest: mpsc::Receiver<Planned>,
 }
 
-impl Source {
+impl RequestSource {
     async fn next(&mut self) -> Option<Planned> {
         match self.first.take() {
             Some(first) => Some(first),
@@ -26,7 +26,12 @@ impl Source {
 
 /// Sends each request at its time, however many are in flight, up to `in_flight_max`; beyond that it is sent late. Returns when all have
 /// ended. After `duration` no request is sent.
-pub(crate) async fn open_loop(runner: Arc<Runner>, mut source: Source, in_flight_max: usize, duration: Option<Duration>) {
+pub(crate) async fn open_loop(
+    runner: Arc<RequestRunner>,
+    mut source: RequestSource,
+    in_flight_max: usize,
+    duration: Option<Duration>,
+) {
     let slots = Arc::new(Semaphore::new(in_flight_max));
     let mut running = JoinSet::new();
     loop {
@@ -65,7 +70,12 @@ pub(crate) async fn open_loop(runner: Arc<Runner>, mut source: Source, in_flight
 }
 
 /// Keeps `concurrency` requests or conversations in flight. Returns when all have ended. After `duration` none is begun.
-pub(crate) async fn closed_loop(runner: Arc<Runner>, source: Source, concurrency: usize, duration: Option<Duration>) {
+pub(crate) async fn closed_loop(
+    runner: Arc<RequestRunner>,
+    source: RequestSource,
+    concurrency: usize,
+    duration: Option<Duration>,
+) {
     let source = Arc::new(Mutex::new(source));
     let mut running = JoinSet::new();
     for _ in 0..concurrency {

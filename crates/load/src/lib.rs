@@ -14,6 +14,6 @@ pub mod trace;
 
 pub use http::{HttpError, UrlError};
 pub use hyper::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
-pub use prompt::{AtomsError, LocalTokenizerError};
-pub use replay::{LoadError, Pace, Progress, PromptKind, Settings, replay};
+pub use prompt::{LocalTokenizerError, WordsError};
+pub use replay::{LoadError, Pace, PromptKind, ReplayProgress, Settings, replay};
 pub use target::{TargetError, TokenizeError};

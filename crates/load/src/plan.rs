@@ -1,10 +1,10 @@
 //! Turns the rows of a trace into requests, ahead of their time, so that nothing is left to do when a request is due.
 
 use crate::{
-    prompt::{LocalTokenizer, Prompts},
+    prompt::{LocalTokenizer, PromptMaker},
     report::Expected,
-    request::{Bodies, Request},
-    trace::{Conversation, Load, Row},
+    request::{BodyFields, PreparedRequest},
+    trace::{ConversationTrace, Load, Row},
 };
 use fastrand::Rng;
 use serde_json::Value;
@@ -18,12 +18,12 @@ const TOKEN_BYTES: usize = 4;
 pub(crate) struct Planned {
     /// The time at which it is due, from the beginning of the run; `None`: when there is capacity.
     pub(crate) at: Option<Duration>,
-    pub(crate) work: Work,
+    pub(crate) work: PlannedWork,
 }
 
 #[derive(Debug)]
-pub(crate) enum Work {
-    Request { request: Request, expected: Expected },
+pub(crate) enum PlannedWork {
+    Request { request: PreparedRequest, expected: Expected },
     Conversation { steps: Vec<PlannedStep>, tools: Option<Value> },
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct PlannedStep {
 
 /// The times of requests.
 #[derive(Debug)]
-pub(crate) enum Times {
+pub(crate) enum RequestTimes {
     /// Those of the trace, which runs this many times as fast.
     Trace { speed: f64 },
     /// Independent arrivals, this many a second on average.
@@ -48,16 +48,16 @@ pub(crate) enum Times {
 /// Plans the rows of a trace.
 #[derive(Debug)]
 pub(crate) struct Planner {
-    pub(crate) bodies: Bodies,
-    pub(crate) times: Times,
+    pub(crate) bodies: BodyFields,
+    pub(crate) times: RequestTimes,
     /// `None` for traces with text.
-    pub(crate) prompts: Option<Prompts>,
+    pub(crate) prompts: Option<PromptMaker>,
     /// Whether the prompts of a trace without text are sent as chats.
     pub(crate) as_chat: bool,
     pub(crate) tokenizer: Option<LocalTokenizer>,
 }
 
-impl Times {
+impl RequestTimes {
     fn next(&mut self, recorded: Option<Duration>) -> Option<Duration> {
         match self {
             Self::Closed => None,
@@ -83,15 +83,15 @@ impl Planner {
                 // The template of a chat adds tokens.
                 let prompt_tokens = (!self.as_chat).then_some(blocks.input_length);
                 let expected = Expected { prompt_tokens, output_tokens: request.max_tokens };
-                Work::Request { request, expected }
+                PlannedWork::Request { request, expected }
             }
-            Load::Chat(chat) => Work::Request { request: self.bodies.chat(chat), expected: Expected::default() },
-            Load::Conversation(Conversation { steps, tools }) => {
+            Load::Chat(chat) => PlannedWork::Request { request: self.bodies.chat(chat), expected: Expected::default() },
+            Load::Conversation(ConversationTrace { steps, tools }) => {
                 let steps = steps.into_iter().map(|step| PlannedStep {
                     answer_tokens: step.answer.as_deref().map(|answer| self.tokens(answer)),
                     messages: step.messages,
                 });
-                Work::Conversation { steps: steps.collect(), tools }
+                PlannedWork::Conversation { steps: steps.collect(), tools }
             }
         };
         Planned { at, work }
@@ -110,14 +110,14 @@ mod tests {
 
     #[test]
     fn times_follow_the_trace_and_its_speed() {
-        let mut times = Times::Trace { speed: 4.0 };
+        let mut times = RequestTimes::Trace { speed: 4.0 };
         assert_eq!(times.next(Some(Duration::from_secs(2))), Some(Duration::from_millis(500)));
-        assert_eq!(Times::Closed.next(Some(Duration::from_secs(2))), None);
+        assert_eq!(RequestTimes::Closed.next(Some(Duration::from_secs(2))), None);
     }
 
     #[test]
     fn random_times_have_the_mean_rate_and_the_spread_of_independent_arrivals() {
-        let mut times = Times::Random { per_second: 50.0, rng: Rng::with_seed(1), last: Duration::ZERO };
+        let mut times = RequestTimes::Random { per_second: 50.0, rng: Rng::with_seed(1), last: Duration::ZERO };
         let at: Vec<f64> = (0..20_000).filter_map(|_| times.next(None)).map(|at| at.as_secs_f64()).collect();
         let gaps: Vec<f64> = at.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;

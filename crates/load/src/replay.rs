@@ -1,14 +1,14 @@
 //! The replay of a trace against a server, from the settings to the report.
 
 use crate::{
-    dispatch::{self, Source},
+    dispatch::{self, RequestSource},
     http::{Http, UrlError},
-    plan::{Planner, Times},
-    prompt::{AtomsError, LocalTokenizer, LocalTokenizerError, Prompts},
-    report::{Fact, Outcome, Recorder, Report, Slo},
-    request::Bodies,
-    runner::Runner,
-    target::{Target, TargetError, TokenizeError},
+    plan::{Planner, RequestTimes},
+    prompt::{LocalTokenizer, LocalTokenizerError, PromptMaker, WordsError},
+    report::{Fact, Recorder, Report, RequestOutcome, Slo},
+    request::BodyFields,
+    runner::RequestRunner,
+    target::{BenchTarget, TargetError, TokenizeError},
     trace::{Format, Trace, TraceError, TraceSettings},
 };
 use fastrand::Rng;
@@ -128,7 +128,7 @@ pub enum PromptKind {
 
 /// The progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct ReplayProgress {
     /// The requests of the trace.
     pub requests: u64,
     /// The requests that have ended.
@@ -151,16 +151,16 @@ pub enum LoadError {
     Url(#[from] UrlError),
     /// The server cannot be measured.
     #[error(transparent)]
-    Target(#[from] TargetError),
+    BenchTarget(#[from] TargetError),
     /// The local tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] LocalTokenizerError),
     /// The server does not count tokens, or counts them in a way for which no prompts can be made.
     #[error(transparent)]
-    ServerPrompts(#[from] AtomsError<TokenizeError>),
+    ServerPrompts(#[from] WordsError<TokenizeError>),
     /// No prompts can be made for the local tokenizer.
     #[error(transparent)]
-    LocalPrompts(#[from] AtomsError<LocalTokenizerError>),
+    LocalPrompts(#[from] WordsError<LocalTokenizerError>),
     /// The run was stopped before its first request.
     #[error("stopped before the first request was sent")]
     Stopped,
@@ -175,7 +175,7 @@ pub async fn replay(
     trace: &Trace,
     settings: Settings,
     stop: CancellationToken,
-    mut progress: impl FnMut(Progress),
+    mut progress: impl FnMut(ReplayProgress),
 ) -> Result<Report, LoadError> {
     if matches!(settings.pace, Pace::Trace { .. }) && !trace.timed {
         return Err(LoadError::Untimed);
@@ -196,8 +196,8 @@ pub async fn replay(
         }
     });
     let first = rest.recv().await;
-    let (outcomes, mut ended) = mpsc::channel::<Outcome>(OUTCOMES);
-    let runner = Arc::new(Runner {
+    let (outcomes, mut ended) = mpsc::channel::<RequestOutcome>(OUTCOMES);
+    let runner = Arc::new(RequestRunner {
         http: target.http,
         bodies,
         worker_header: settings.worker_header.clone(),
@@ -207,7 +207,7 @@ pub async fn replay(
         outcomes,
         skipped: AtomicU64::new(0),
     });
-    let source = Source { first, rest };
+    let source = RequestSource { first, rest };
     let sending = async {
         let shared = Arc::clone(&runner);
         match settings.pace {
@@ -219,7 +219,7 @@ pub async fn replay(
         runner.skipped.load(Ordering::Relaxed)
     };
     let mut recorder = Recorder::new(settings.slo);
-    let mut state = Progress { requests: trace.requests, ..Progress::default() };
+    let mut state = ReplayProgress { requests: trace.requests, ..ReplayProgress::default() };
     let collecting = async {
         while let Some(outcome) = ended.recv().await {
             recorder.add(&outcome);
@@ -234,27 +234,27 @@ pub async fn replay(
     Ok(recorder.report(format!("replay of {name}"), facts(trace, &settings, &model, skipped)))
 }
 
-async fn prepare(trace: &Trace, settings: &Settings) -> Result<(Target, Planner), LoadError> {
+async fn prepare(trace: &Trace, settings: &Settings) -> Result<(BenchTarget, Planner), LoadError> {
     let http = Http::new(&settings.url, settings.headers.clone())?;
     let tokenizer = settings.tokenizer.as_deref().map(LocalTokenizer::open).transpose()?;
-    let target = Target::find(http, settings.model.clone()).await?;
+    let target = BenchTarget::find(http, settings.model.clone()).await?;
     let (seed, block_tokens) = (settings.seed, settings.block_tokens);
     let prompts = match (trace.format(), settings.prompts, &tokenizer) {
-        (Format::Mooncake, PromptKind::Ids { vocabulary }, _) => Some(Prompts::ids(vocabulary, seed, block_tokens)),
-        (Format::Mooncake, _, Some(tokenizer)) => Some(Prompts::text(tokenizer, seed, block_tokens).await?),
-        (Format::Mooncake, _, None) => Some(Prompts::text(&target, seed, block_tokens).await?),
+        (Format::Mooncake, PromptKind::Ids { vocabulary }, _) => Some(PromptMaker::ids(vocabulary, seed, block_tokens)),
+        (Format::Mooncake, _, Some(tokenizer)) => Some(PromptMaker::text(tokenizer, seed, block_tokens).await?),
+        (Format::Mooncake, _, None) => Some(PromptMaker::text(&target, seed, block_tokens).await?),
         (Format::Chat | Format::Conversations, _, _) => None,
     };
-    let bodies = Bodies {
+    let bodies = BodyFields {
         model: target.model.clone(),
         max_tokens: settings.max_tokens,
         ignore_eos: settings.ignore_eos,
         extra: settings.extra_body.clone(),
     };
     let times = match settings.pace {
-        Pace::Trace { speed } => Times::Trace { speed },
-        Pace::Rate { per_second } => Times::Random { per_second, rng: Rng::with_seed(seed), last: Duration::ZERO },
-        Pace::Closed { .. } => Times::Closed,
+        Pace::Trace { speed } => RequestTimes::Trace { speed },
+        Pace::Rate { per_second } => RequestTimes::Random { per_second, rng: Rng::with_seed(seed), last: Duration::ZERO },
+        Pace::Closed { .. } => RequestTimes::Closed,
     };
     Ok((target, Planner { bodies, times, prompts, as_chat: settings.prompts == PromptKind::Chat, tokenizer }))
 }

@@ -1,12 +1,12 @@
 //! The bodies of requests.
 
-use crate::{prompt::Prompt, trace::Chat};
+use crate::{prompt::MadePrompt, trace::ChatRow};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 
 /// What all requests have in common.
 #[derive(Clone, Debug)]
-pub(crate) struct Bodies {
+pub(crate) struct BodyFields {
     pub(crate) model: String,
     /// The maximum length of an answer, in tokens; `None`: that of the trace.
     pub(crate) max_tokens: Option<u64>,
@@ -17,7 +17,7 @@ pub(crate) struct Bodies {
 
 /// A request that can be sent.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Request {
+pub(crate) struct PreparedRequest {
     pub(crate) path: &'static str,
     pub(crate) body: Bytes,
     /// The limit on the tokens of the answer; `None`: the server's.
@@ -27,9 +27,9 @@ pub(crate) struct Request {
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 
-impl Bodies {
+impl BodyFields {
     /// Returns a request for the continuation of a prompt. `as_chat`: the prompt is the only message of a chat.
-    pub(crate) fn completion(&self, prompt: &Prompt, output_length: u64, as_chat: bool) -> Request {
+    pub(crate) fn completion(&self, prompt: &MadePrompt, output_length: u64, as_chat: bool) -> PreparedRequest {
         let max_tokens = self.capped(Some(output_length));
         let (path, field, prompt) = if as_chat {
             (CHAT, "messages", json!([{ "role": "user", "content": prompt }]))
@@ -40,8 +40,8 @@ impl Bodies {
     }
 
     /// Returns a chat request that was recorded.
-    pub(crate) fn chat(&self, chat: Chat) -> Request {
-        let Chat { mut body } = chat;
+    pub(crate) fn chat(&self, chat: ChatRow) -> PreparedRequest {
+        let ChatRow { mut body } = chat;
         // Both names are in use. The recorded one is kept.
         let newer = body.remove("max_completion_tokens");
         let field = if newer.is_some() { "max_completion_tokens" } else { "max_tokens" };
@@ -51,7 +51,7 @@ impl Bodies {
     }
 
     /// Returns a request for the next answer of a conversation.
-    pub(crate) fn next(&self, messages: &[Value], tools: Option<&Value>, answer_tokens: Option<u64>) -> Request {
+    pub(crate) fn next(&self, messages: &[Value], tools: Option<&Value>, answer_tokens: Option<u64>) -> PreparedRequest {
         let mut body = Map::from_iter([("messages".to_owned(), json!(messages))]);
         body.extend(tools.map(|tools| ("tools".to_owned(), tools.clone())));
         self.request(CHAT, body, "max_tokens", self.capped(answer_tokens))
@@ -61,7 +61,7 @@ impl Bodies {
         recorded.into_iter().chain(self.max_tokens).min()
     }
 
-    fn request(&self, path: &'static str, mut body: Map<String, Value>, field: &str, max_tokens: Option<u64>) -> Request {
+    fn request(&self, path: &'static str, mut body: Map<String, Value>, field: &str, max_tokens: Option<u64>) -> PreparedRequest {
         body.insert("model".to_owned(), json!(self.model));
         body.insert("stream".to_owned(), json!(true));
         body.insert("stream_options".to_owned(), json!({ "include_usage": true }));
@@ -71,7 +71,7 @@ impl Bodies {
         }
         body.extend(self.extra.clone());
         let max_tokens = self.extra.get(field).map_or(max_tokens, Value::as_u64);
-        Request { path, body: Value::Object(body).to_string().into(), max_tokens }
+        PreparedRequest { path, body: Value::Object(body).to_string().into(), max_tokens }
     }
 }
 
@@ -79,31 +79,31 @@ impl Bodies {
 mod tests {
     use super::*;
 
-    fn bodies(max_tokens: Option<u64>) -> Bodies {
-        Bodies { model: "m".to_owned(), max_tokens, ignore_eos: false, extra: Map::new() }
+    fn bodies(max_tokens: Option<u64>) -> BodyFields {
+        BodyFields { model: "m".to_owned(), max_tokens, ignore_eos: false, extra: Map::new() }
     }
 
-    fn parsed(request: &Request) -> Value {
+    fn parsed(request: &PreparedRequest) -> Value {
         serde_json::from_slice(&request.body).expect("the body is JSON")
     }
 
     #[test]
     fn answers_are_streamed_with_usage_and_as_long_as_recorded() {
         let streamed = json!({ "include_usage": true });
-        let request = bodies(None).completion(&Prompt::Ids(vec![1, 2]), 9, false);
+        let request = bodies(None).completion(&MadePrompt::Ids(vec![1, 2]), 9, false);
         assert_eq!(request.path, "/v1/completions");
         assert_eq!(
             parsed(&request),
             json!({ "prompt": [1, 2], "model": "m", "stream": true, "stream_options": streamed, "max_tokens": 9 })
         );
-        let request = bodies(Some(4)).completion(&Prompt::Text("a".to_owned()), 9, true);
+        let request = bodies(Some(4)).completion(&MadePrompt::Text("a".to_owned()), 9, true);
         assert_eq!((request.path, request.max_tokens), ("/v1/chat/completions", Some(4)));
         assert_eq!(parsed(&request)["messages"], json!([{ "role": "user", "content": "a" }]));
     }
 
     #[test]
     fn recorded_chat_keeps_its_fields_and_gets_the_limit() {
-        let chat = |body: Value| Chat { body: body.as_object().expect("an object").clone() };
+        let chat = |body: Value| ChatRow { body: body.as_object().expect("an object").clone() };
         let recorded = json!({ "messages": [{}], "tools": [{}], "temperature": 0.5, "model": "other", "stream": false, "max_completion_tokens": 50 });
         let body = parsed(&bodies(Some(20)).chat(chat(recorded)));
         assert_eq!(
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn extra_fields_override() {
         let extra = json!({ "temperature": 0, "max_tokens": 1 }).as_object().expect("an object").clone();
-        let bodies = Bodies { ignore_eos: true, extra, ..bodies(None) };
+        let bodies = BodyFields { ignore_eos: true, extra, ..bodies(None) };
         let body = parsed(&bodies.next(&[json!({})], Some(&json!([1])), Some(7)));
         assert_eq!(
             (&body["temperature"], &body["max_tokens"], &body["ignore_eos"], &body["tools"]),

@@ -2,10 +2,10 @@
 
 use crate::{
     http::{Http, HttpError},
-    plan::{PlannedStep, Work},
-    report::{Expected, Failure, FailureClass, Outcome},
-    request::{Bodies, Request},
-    stream::{self, Wanted},
+    plan::{PlannedStep, PlannedWork},
+    report::{Expected, Failure, FailureClass, RequestOutcome},
+    request::{BodyFields, PreparedRequest},
+    stream::{self, WantedParts},
 };
 use hyper::header::HeaderName;
 use serde_json::{Value, json};
@@ -19,27 +19,27 @@ use tokio_util::sync::CancellationToken;
 
 /// What all requests of a run share.
 #[derive(Debug)]
-pub(crate) struct Runner {
+pub(crate) struct RequestRunner {
     pub(crate) http: Http,
-    pub(crate) bodies: Bodies,
+    pub(crate) bodies: BodyFields,
     pub(crate) worker_header: Option<HeaderName>,
     /// Time limit for a whole answer.
     pub(crate) timeout: Duration,
     pub(crate) start: Instant,
     /// Ends the run; requests in flight are aborted.
     pub(crate) stop: CancellationToken,
-    pub(crate) outcomes: mpsc::Sender<Outcome>,
+    pub(crate) outcomes: mpsc::Sender<RequestOutcome>,
     /// The requests of conversations that were not sent, because an earlier one failed.
     pub(crate) skipped: AtomicU64,
 }
 
-impl Runner {
+impl RequestRunner {
     /// Sends a request, or a whole conversation, and reports the outcomes. `due` is the time at which it should be sent, from the beginning
     /// of the run; `None`: now.
-    pub(crate) async fn run(&self, work: Work, due: Option<Duration>) {
+    pub(crate) async fn run(&self, work: PlannedWork, due: Option<Duration>) {
         match work {
-            Work::Request { request, expected } => drop(self.send(request, due, expected, false).await),
-            Work::Conversation { steps, tools } => self.converse(steps, tools.as_ref(), due).await,
+            PlannedWork::Request { request, expected } => drop(self.send(request, due, expected, false).await),
+            PlannedWork::Conversation { steps, tools } => self.converse(steps, tools.as_ref(), due).await,
         }
     }
 
@@ -59,8 +59,8 @@ impl Runner {
     }
 
     /// Sends one request. Returns the text of a complete answer, which is empty unless `text` is set.
-    async fn send(&self, request: Request, due: Option<Duration>, expected: Expected, text: bool) -> Option<String> {
-        let wanted = Wanted { worker_header: self.worker_header.clone(), text };
+    async fn send(&self, request: PreparedRequest, due: Option<Duration>, expected: Expected, text: bool) -> Option<String> {
+        let wanted = WantedParts { worker_header: self.worker_header.clone(), text };
         let sent = self.start.elapsed();
         let answering = async {
             let response = self.http.post(request.path, request.body).await.map_err(|error| failed(&error))?;
@@ -78,7 +78,7 @@ impl Runner {
             Ok(received) => (Ok(received.answer), Some(received.text)),
             Err(failure) => (Err(failure), None),
         };
-        let outcome = Outcome { due: due.unwrap_or(sent), sent, ended, expected, result };
+        let outcome = RequestOutcome { due: due.unwrap_or(sent), sent, ended, expected, result };
         // Only a run that has ended receives no outcomes.
         let _ = self.outcomes.send(outcome).await;
         text

@@ -2,7 +2,7 @@
 
 use crate::{
     http::{chunks, message, whole},
-    report::{Answer, Cached, Failure, FailureClass, Gap},
+    report::{CachedCount, Failure, FailureClass, Gap, MeasuredAnswer},
 };
 use eventsource_stream::{EventStreamError, Eventsource};
 use futures::{Stream, StreamExt};
@@ -16,7 +16,7 @@ const ANSWER_MAX: usize = 64 << 20;
 
 /// What is taken from an answer besides its times.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wanted {
+pub(crate) struct WantedParts {
     /// The header that names the worker; `None` if the server has no such header.
     pub(crate) worker_header: Option<hyper::header::HeaderName>,
     /// Whether the text is needed, as the next request of a conversation has it.
@@ -26,37 +26,37 @@ pub(crate) struct Wanted {
 /// An answer, and its text if it is wanted.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Received {
-    pub(crate) answer: Answer,
+    pub(crate) answer: MeasuredAnswer,
     pub(crate) text: String,
 }
 
 /// One event. Servers add other fields.
 #[derive(Deserialize)]
-struct Event {
+struct StreamEvent {
     #[serde(default)]
-    choices: Vec<Choice>,
+    choices: Vec<StreamChoice>,
     #[serde(default)]
-    usage: Option<Usage>,
+    usage: Option<StreamedUsage>,
     #[serde(default)]
     error: Option<IgnoredAny>,
     #[serde(default)]
     object: Option<String>,
     #[serde(default)]
-    tandem: Option<Details>,
+    tandem: Option<TandemDetails>,
 }
 
 #[derive(Deserialize)]
-struct Choice {
+struct StreamChoice {
     #[serde(default)]
     text: Option<String>,
     #[serde(default)]
-    delta: Option<Delta>,
+    delta: Option<StreamDelta>,
     #[serde(default)]
     finish_reason: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize)]
-struct Delta {
+struct StreamDelta {
     #[serde(default)]
     role: Option<IgnoredAny>,
     #[serde(default)]
@@ -72,24 +72,24 @@ struct Delta {
 }
 
 #[derive(Deserialize)]
-struct Usage {
+struct StreamedUsage {
     #[serde(default)]
     prompt_tokens: Option<u64>,
     #[serde(default)]
     completion_tokens: Option<u64>,
     #[serde(default)]
-    prompt_tokens_details: Option<PromptDetails>,
+    prompt_tokens_details: Option<StreamPromptDetails>,
 }
 
 #[derive(Deserialize)]
-struct PromptDetails {
+struct StreamPromptDetails {
     #[serde(default)]
     cached_tokens: Option<u64>,
 }
 
 /// Tandem's extension of an answer.
 #[derive(Deserialize)]
-struct Details {
+struct TandemDetails {
     #[serde(default)]
     cached_tokens_source: Option<String>,
     #[serde(default)]
@@ -98,7 +98,7 @@ struct Details {
     decode_worker: Option<String>,
 }
 
-impl Choice {
+impl StreamChoice {
     /// Whether the choice brings a token. The first event of a chat only has the role, and the last one of some servers only the reason why
     /// the answer ended; the text of other tokens may be empty.
     fn has_token(&self) -> bool {
@@ -122,7 +122,7 @@ impl Choice {
 }
 
 /// Reads an answer to its end. Times are counted from `start`.
-pub(crate) async fn read(response: Response<Incoming>, start: Instant, wanted: &Wanted) -> Result<Received, Failure> {
+pub(crate) async fn read(response: Response<Incoming>, start: Instant, wanted: &WantedParts) -> Result<Received, Failure> {
     let status = response.status();
     if !status.is_success() {
         let body = whole(response, ANSWER_MAX).await.unwrap_or_default();
@@ -151,9 +151,9 @@ where
     E: std::error::Error,
 {
     let mut events = chunks.eventsource();
-    let (mut answer, mut text) = (Answer::default(), String::new());
+    let (mut answer, mut text) = (MeasuredAnswer::default(), String::new());
     let (mut last, mut with_tokens, mut bytes): (Option<Duration>, u64, usize) = (None, 0, 0);
-    let (mut usage, mut details): (Option<Usage>, Option<Details>) = (None, None);
+    let (mut usage, mut details): (Option<StreamedUsage>, Option<TandemDetails>) = (None, None);
     loop {
         let event = match events.next().await {
             Some(Ok(event)) => event,
@@ -172,13 +172,13 @@ where
             return Err(failure(FailureClass::MalformedStream, "the answer has no end".to_owned()));
         }
         let data = event.data;
-        let event: Event = serde_json::from_str(&data).map_err(|error| {
+        let event: StreamEvent = serde_json::from_str(&data).map_err(|error| {
             failure(FailureClass::MalformedStream, format!("an event is not what the API specifies: {error}"))
         })?;
         if event.error.is_some() || event.object.as_deref() == Some("error") {
             return Err(failure(FailureClass::ErrorEvent, message(data.as_bytes())));
         }
-        if event.choices.iter().any(Choice::has_token) {
+        if event.choices.iter().any(StreamChoice::has_token) {
             with_tokens += 1;
             match last {
                 None => answer.first_token = Some(now),
@@ -195,10 +195,10 @@ where
     let cached = usage.as_ref().and_then(|usage| usage.prompt_tokens_details.as_ref()?.cached_tokens);
     let source = details.as_ref().and_then(|details| details.cached_tokens_source.as_deref());
     answer.cached = match (cached, source) {
-        (None, _) | (_, Some("unknown")) => Cached::Unknown,
-        (Some(tokens), Some("worker")) => Cached::Counted(tokens),
-        (Some(tokens), Some(_)) => Cached::Estimated(tokens),
-        (Some(tokens), None) => Cached::Unmarked(tokens),
+        (None, _) | (_, Some("unknown")) => CachedCount::Unknown,
+        (Some(tokens), Some("worker")) => CachedCount::Counted(tokens),
+        (Some(tokens), Some(_)) => CachedCount::Estimated(tokens),
+        (Some(tokens), None) => CachedCount::Unmarked(tokens),
     };
     answer.prompt_tokens = usage.as_ref().and_then(|usage| usage.prompt_tokens);
     // A server without usage is taken to send one token an event.
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(found.answer.gaps, [Gap { length: ms(10), count: 1 }; 2]);
         assert_eq!(
             (found.answer.prompt_tokens, found.answer.output_tokens, found.answer.cached),
-            (Some(7), 3, Cached::Unmarked(4))
+            (Some(7), 3, CachedCount::Unmarked(4))
         );
         assert_eq!((&*found.text, found.answer.decode_worker), ("ab", None));
     }
@@ -266,7 +266,7 @@ mod tests {
         ] {
             let found = received(&[event, "[DONE]"]).await.expect("the answer is complete");
             assert_eq!((found.answer.first_token, found.answer.output_tokens), (Some(Duration::from_millis(10)), 1), "{event}");
-            assert_eq!((found.answer.prompt_tokens, found.answer.cached), (None, Cached::Unknown), "{event}");
+            assert_eq!((found.answer.prompt_tokens, found.answer.cached), (None, CachedCount::Unknown), "{event}");
         }
         let found = received(&[r#"{"choices": [{"text": "", "finish_reason": "stop"}]}"#, "[DONE]"]).await.expect("complete");
         assert_eq!((found.answer.first_token, found.answer.output_tokens), (None, 0));
@@ -275,9 +275,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn tandems_details_mark_the_count_and_name_the_workers() {
         for (source, prefill, expected) in [
-            ("worker", "\"p\"", Cached::Counted(4)),
-            ("router_estimate", "null", Cached::Estimated(4)),
-            ("unknown", "null", Cached::Unknown),
+            ("worker", "\"p\"", CachedCount::Counted(4)),
+            ("router_estimate", "null", CachedCount::Estimated(4)),
+            ("unknown", "null", CachedCount::Unknown),
         ] {
             let details = format!(r#"{{"cached_tokens_source": "{source}", "prefill_worker": {prefill}, "decode_worker": "d"}}"#);
             let last = format!(r#"{{"usage": {{"prompt_tokens_details": {{"cached_tokens": 4}}}}, "tandem": {details}}}"#);

@@ -2,7 +2,7 @@
 
 use crate::{
     http::{Http, HttpError},
-    prompt::Count,
+    prompt::CountTokens,
 };
 use hyper::StatusCode;
 use serde_json::json;
@@ -12,7 +12,7 @@ const DETAILS: (&str, &str) = ("x-tandem-details", "true");
 
 /// A server, and the model that is requested.
 #[derive(Clone, Debug)]
-pub(crate) struct Target {
+pub(crate) struct BenchTarget {
     pub(crate) http: Http,
     pub(crate) model: String,
 }
@@ -43,7 +43,7 @@ pub enum TokenizeError {
     NoCount,
 }
 
-impl Target {
+impl BenchTarget {
     /// Finds out which model to request, and whether answers can have details.
     pub(crate) async fn find(http: Http, model: Option<String>) -> Result<Self, TargetError> {
         let models = http.get_json("/v1/models").await;
@@ -66,7 +66,7 @@ impl Target {
     }
 }
 
-impl Count for Target {
+impl CountTokens for BenchTarget {
     type Error = TokenizeError;
 
     /// Sends the fields of vLLM's `/tokenize`, which several servers have, and that of llama.cpp's.

@@ -17,11 +17,11 @@ use std::{
 pub struct HfDirectory {
     path: PathBuf,
     shards: Vec<Bytes>,
-    tensors: HashMap<String, TensorInfo>,
+    tensors: HashMap<String, SafetensorInfo>,
     config: ModelConfig,
 }
 
-struct TensorInfo {
+struct SafetensorInfo {
     shard: usize,
     kind: Result<TensorType, Dtype>,
     /// The dimensions, innermost first as in GGUF.
@@ -73,7 +73,7 @@ impl HfDirectory {
             let broken = |source| ModelError::Safetensors { path: file.clone(), source };
             for (name, view) in SafeTensors::deserialize(bytes.as_slice()).map_err(broken)?.tensors() {
                 let start = view.data().as_ptr() as usize - bytes.as_slice().as_ptr() as usize;
-                let info = TensorInfo {
+                let info = SafetensorInfo {
                     shard: shards.len(),
                     kind: tensor_type(view.dtype()),
                     shape: view.shape().iter().rev().map(|dimension| *dimension as u64).collect(),
@@ -125,9 +125,9 @@ impl HfTokenizer {
             Some(bytes) => Some(String::from_utf8(bytes).map_err(|_| ModelError::Malformed { what: "a text is not UTF-8" })?),
             None => config.chat_template.and_then(TemplateField::text),
         };
-        let mut model: TextConfig = json(CONFIG, &read(path, CONFIG)?)?;
+        let mut model: TextModelConfig = json(CONFIG, &read(path, CONFIG)?)?;
         if let Some(bytes) = read_optional(path, GENERATION)? {
-            let generation: TextConfig = json(GENERATION, &bytes)?;
+            let generation: TextModelConfig = json(GENERATION, &bytes)?;
             model.eos_token_id = generation.eos_token_id.or(model.eos_token_id);
         }
         let nested = model.text_config.as_deref();
@@ -266,10 +266,10 @@ impl TemplateField {
 
 /// The fields of a model's configuration that concern text. Models for text and images have them in `text_config`, except the end tokens.
 #[derive(Deserialize)]
-struct TextConfig {
+struct TextModelConfig {
     eos_token_id: Option<OneOrMany>,
     max_position_embeddings: Option<u32>,
-    text_config: Option<Box<TextConfig>>,
+    text_config: Option<Box<TextModelConfig>>,
 }
 
 #[derive(Deserialize)]

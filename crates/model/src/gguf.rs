@@ -6,7 +6,7 @@ use std::path::Path;
 /// A GGUF file. Opening it checks that all metadata and tensors that it announces lie within the file.
 pub struct Gguf {
     bytes: Bytes,
-    contents: parse::Contents,
+    contents: parse::GgufContents,
 }
 
 impl Gguf {

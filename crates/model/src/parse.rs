@@ -3,7 +3,7 @@
 use crate::{ModelError, TensorType};
 use std::{collections::HashMap, ops::Range};
 
-pub(crate) struct Contents {
+pub(crate) struct GgufContents {
     pub metadata: HashMap<String, Value>,
     pub tensors: HashMap<String, TensorInfo>,
 }
@@ -14,11 +14,11 @@ pub(crate) enum Value {
     Float(f64),
     Bool(bool),
     Text(String),
-    Array(Array),
+    Array(MetadataArray),
 }
 
 /// An array in the metadata, checked when the file is opened and decoded when it is read.
-pub(crate) struct Array {
+pub(crate) struct MetadataArray {
     kind: u32,
     len: usize,
     range: Range<usize>,
@@ -39,11 +39,11 @@ const ARRAY: u32 = 9;
 const DIMENSIONS_MAX: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
-pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ModelError> {
+pub(crate) fn contents(bytes: &[u8]) -> Result<GgufContents, ModelError> {
     if bytes.get(..4) != Some(b"GGUF") {
         return Err(ModelError::NotGguf);
     }
-    let mut reader = Reader { bytes, at: 4, part: "header" };
+    let mut reader = ByteReader { bytes, at: 4, part: "header" };
     let version = reader.u32()?;
     if version != 3 {
         return Err(ModelError::Version { found: version });
@@ -89,7 +89,7 @@ pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ModelError> {
             return Err(ModelError::Malformed { what: "a tensor's name appears twice" });
         }
     }
-    Ok(Contents { metadata, tensors })
+    Ok(GgufContents { metadata, tensors })
 }
 
 fn tensor_range(kind: TensorType, shape: &[u64], offset: u64, data_start: usize) -> Result<Range<usize>, ModelError> {
@@ -106,12 +106,12 @@ fn tensor_range(kind: TensorType, shape: &[u64], offset: u64, data_start: usize)
     range().ok_or(ModelError::Malformed { what: "a tensor is larger than a file can be" })
 }
 
-impl Array {
+impl MetadataArray {
     pub fn strings(&self, file: &[u8]) -> Option<Vec<String>> {
         if self.kind != TEXT {
             return None;
         }
-        let mut reader = Reader { bytes: &file[self.range.clone()], at: 0, part: METADATA };
+        let mut reader = ByteReader { bytes: &file[self.range.clone()], at: 0, part: METADATA };
         (0..self.len).map(|_| reader.text().ok().map(str::to_owned)).collect()
     }
 
@@ -133,13 +133,13 @@ impl Array {
     }
 }
 
-struct Reader<'a> {
+struct ByteReader<'a> {
     bytes: &'a [u8],
     at: usize,
     part: &'static str,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> ByteReader<'a> {
     fn take(&mut self, len: u64) -> Result<&'a [u8], ModelError> {
         let taken = usize::try_from(len)
             .ok()
@@ -185,7 +185,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    fn array_value(&mut self) -> Result<Array, ModelError> {
+    fn array_value(&mut self) -> Result<MetadataArray, ModelError> {
         let kind = self.u32()?;
         let len = self.u64()?;
         let start = self.at;
@@ -205,7 +205,7 @@ impl<'a> Reader<'a> {
         }
         // Each element takes at least one byte of the file, so the length fits into `usize`.
         let len = usize::try_from(len).map_err(|_| ModelError::Truncated { part: self.part })?;
-        Ok(Array { kind, len, range: start..self.at })
+        Ok(MetadataArray { kind, len, range: start..self.at })
     }
 
     fn tensor(&mut self) -> Result<(String, TensorType, Vec<u64>, u64), ModelError> {

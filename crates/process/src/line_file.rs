@@ -33,16 +33,16 @@ const OWNER_ONLY: u32 = 0o600;
 
 /// A file to which lines are appended. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct LineFile(Arc<Writer>);
+pub struct LineFile(Arc<FileWriter>);
 
 #[derive(Debug)]
-struct Writer {
+struct FileWriter {
     /// The queue to the writing thread; `None` only while the file is being dropped.
-    lines: Option<SyncSender<Queued>>,
+    lines: Option<SyncSender<QueuedLine>>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Queued {
+struct QueuedLine {
     text: Vec<u8>,
     lost: Counter,
 }
@@ -78,7 +78,7 @@ impl LineFile {
     pub fn write_to(to: impl Write + Send + 'static, name: &'static str) -> io::Result<Self> {
         let (lines, queued) = sync_channel(LINES_MAX);
         let thread = std::thread::Builder::new().name(format!("tandem-{name}")).spawn(move || write(&queued, to, name))?;
-        Ok(Self(Arc::new(Writer { lines: Some(lines), thread: Some(thread) })))
+        Ok(Self(Arc::new(FileWriter { lines: Some(lines), thread: Some(thread) })))
     }
 
     /// Appends the value as one line of JSON. `lost` counts the line if it is lost.
@@ -86,14 +86,14 @@ impl LineFile {
         let Some(lines) = &self.0.lines else { return };
         let mut text = serde_json::to_vec(line).expect("a line can be serialized");
         text.push(b'\n');
-        if lines.try_send(Queued { text, lost: lost.clone() }).is_err() {
+        if lines.try_send(QueuedLine { text, lost: lost.clone() }).is_err() {
             lost.increment(1);
         }
     }
 }
 
 /// Dropping the last handle waits until the queued lines are written to the file.
-impl Drop for Writer {
+impl Drop for FileWriter {
     fn drop(&mut self) {
         self.lines = None;
         if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
@@ -128,12 +128,12 @@ fn opened(path: &Path, name: &'static str) -> io::Result<File> {
 }
 
 /// Writes lines until all senders are dropped. If only a part of a line can be written, the rest follows as soon as writing succeeds.
-fn write(queued: &Receiver<Queued>, mut to: impl Write, name: &'static str) {
+fn write(queued: &Receiver<QueuedLine>, mut to: impl Write, name: &'static str) {
     let mut reported = false;
-    let mut cut: Option<Queued> = None;
+    let mut cut: Option<QueuedLine> = None;
     while let Ok(first) = queued.recv() {
         let rest_is_first = cut.is_some();
-        let batch: Vec<Queued> =
+        let batch: Vec<QueuedLine> =
             cut.take().into_iter().chain(iter::once(first)).chain(queued.try_iter().take(BATCH_MAX)).collect();
         let bytes = batch.iter().map(|line| line.text.as_slice()).collect::<Vec<_>>().concat();
         let (mut written, result) = write_most(&mut to, &bytes);
@@ -227,7 +227,7 @@ mod tests {
             disk.0.lock().1 += 17;
             for length in [7, 9_000] {
                 let text = format!("\"{batch:02}{}\"\n", "é".repeat(length / 2)).into_bytes();
-                lines.send(Queued { text, lost: counter.clone() }).expect("the thread runs");
+                lines.send(QueuedLine { text, lost: counter.clone() }).expect("the thread runs");
             }
         }
         disk.0.lock().1 = usize::MAX;
@@ -246,7 +246,7 @@ mod tests {
         let disk = Disk(Arc::new(Mutex::new((Vec::new(), 6))));
         for text in ["one\n", "two\n", "three\n"] {
             let lost = metrics.counter("lost_total", "Lost lines.", &[]);
-            lines.send(Queued { text: text.into(), lost }).expect("the queue has space");
+            lines.send(QueuedLine { text: text.into(), lost }).expect("the queue has space");
         }
         drop(lines);
         write(&queued, disk.clone(), "file");

@@ -53,31 +53,31 @@ pub fn init(filter: &str, format: LogFormat) -> Result<Logging, LoggingError> {
 }
 
 /// A line of the log, or a request to report that all earlier lines are written.
-enum Line {
+enum LogLine {
     Text(Box<[u8]>),
     Flush(SyncSender<()>),
 }
 
 /// The running log. Dropping this value waits until the last lines are written, but not for long.
 #[must_use = "lines may be lost at the end of the process"]
-pub struct Logging(SyncSender<Line>);
+pub struct Logging(SyncSender<LogLine>);
 
 impl Drop for Logging {
     fn drop(&mut self) {
         let (done, wait) = sync_channel(1);
         // If the queue is full, its lines cannot be written either.
-        if self.0.try_send(Line::Flush(done)).is_ok() {
+        if self.0.try_send(LogLine::Flush(done)).is_ok() {
             let _ = wait.recv_timeout(FLUSH_MAX);
         }
     }
 }
 
-fn write(lines: &Receiver<Line>) {
+fn write(lines: &Receiver<LogLine>) {
     for line in lines {
         match line {
             // Drops what cannot be written. `eprintln!` would panic.
-            Line::Text(text) => count_lost(stderr().write_all(&text)),
-            Line::Flush(done) => drop(done.send(())),
+            LogLine::Text(text) => count_lost(stderr().write_all(&text)),
+            LogLine::Flush(done) => drop(done.send(())),
         }
     }
 }
@@ -103,11 +103,11 @@ fn count_lost<E>(written: Result<(), E>) {
 }
 
 /// Queues each log line, or drops and counts it.
-struct Lines(SyncSender<Line>);
+struct Lines(SyncSender<LogLine>);
 
 impl Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        count_lost(self.0.try_send(Line::Text(line.into())));
+        count_lost(self.0.try_send(LogLine::Text(line.into())));
         Ok(line.len())
     }
 

@@ -9,7 +9,7 @@ mod export;
 pub use export::TraceError;
 
 use crate::Metrics;
-use export::Queue;
+use export::SpanQueue;
 use opentelemetry::{
     Array, Context, KeyValue, Value,
     propagation::{Extractor, TextMapPropagator},
@@ -65,17 +65,17 @@ pub struct TraceSettings {
 
 /// Starts spans. It is cheap to clone. The default tracer starts none.
 #[derive(Clone, Debug, Default)]
-pub struct Tracer(Option<Arc<Source>>);
+pub struct Tracer(Option<Arc<SpanSource>>);
 
 #[derive(Debug)]
-struct Source {
+struct SpanSource {
     tracer: SdkTracer,
-    queue: Queue,
+    queue: SpanQueue,
 }
 
 /// A span, which ends when its last clone is dropped. It is empty if its request is not sampled.
 #[derive(Clone, Debug, Default)]
-pub struct Span(Option<(Context, Arc<Source>)>);
+pub struct Span(Option<(Context, Arc<SpanSource>)>);
 
 impl Tracer {
     /// Returns a tracer and the task that sends its spans. The task connects when it sends the first span. Needs a tokio runtime.
@@ -96,7 +96,7 @@ impl Tracer {
             .with_resource(resource)
             .with_span_processor(queue.clone())
             .build();
-        Ok((Self(Some(Arc::new(Source { tracer: provider.tracer("tandem"), queue }))), sending))
+        Ok((Self(Some(Arc::new(SpanSource { tracer: provider.tracer("tandem"), queue }))), sending))
     }
 
     /// Starts the span of a request from a client, as a child of the client's span if `traceparent` names one.
@@ -128,7 +128,7 @@ impl Tracer {
     }
 }
 
-impl Source {
+impl SpanSource {
     fn begin(self: &Arc<Self>, name: Cow<'static, str>, kind: SpanKind, parent: &Context) -> Span {
         let span = self.tracer.span_builder(name).with_kind(kind).start_with_context(&self.tracer, parent);
         let context = Context::new().with_span(span);

@@ -18,27 +18,27 @@ use std::{
 };
 use support::{Figures, Lcg, figures, recorded, traffic};
 use tandem_router::PrefillPlace;
-use tandem_simulator::{Cluster, Device, Faults, Policy, RandomLosses, Request, Size};
+use tandem_simulator::{Faults, RandomLosses, RoutingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size};
 
 /// The seeds of the tie-break. The median of their figures counts.
 const SEEDS: [u64; 3] = [1, 2, 3];
 
 struct World {
     name: String,
-    cluster: Cluster,
-    requests: Vec<Request>,
+    cluster: SimulatedCluster,
+    requests: Vec<SimulatedRequest>,
 }
 
 /// A rule, and where this router's own may prefill.
-type Rule = (&'static str, Policy, PrefillPlace);
+type Rule = (&'static str, RoutingRule, PrefillPlace);
 
 const RULES: [Rule; 6] = [
-    ("auto", Policy::Tandem, PrefillPlace::Auto),
-    ("remote", Policy::Tandem, PrefillPlace::Remote),
-    ("dynamo", Policy::Dynamo, PrefillPlace::Remote),
-    ("llm-d", Policy::LlmD, PrefillPlace::Remote),
-    ("sglang", Policy::Sglang, PrefillPlace::Remote),
-    ("fewest", Policy::FewestRequests, PrefillPlace::Remote),
+    ("auto", RoutingRule::Tandem, PrefillPlace::Auto),
+    ("remote", RoutingRule::Tandem, PrefillPlace::Remote),
+    ("dynamo", RoutingRule::Dynamo, PrefillPlace::Remote),
+    ("llm-d", RoutingRule::LlmD, PrefillPlace::Remote),
+    ("sglang", RoutingRule::Sglang, PrefillPlace::Remote),
+    ("fewest", RoutingRule::FewestRequests, PrefillPlace::Remote),
 ];
 
 fn mixed(workers: usize) -> Size {
@@ -49,28 +49,28 @@ fn split(prefill: usize, decode: usize) -> Size {
     Size::Split { prefill, decode }
 }
 
-fn cluster(size: Size) -> Cluster {
-    Cluster::new(Policy::Tandem, size)
+fn cluster(size: Size) -> SimulatedCluster {
+    SimulatedCluster::new(RoutingRule::Tandem, size)
 }
 
-fn with_kv(size: Size, capacity_tokens: u64) -> Cluster {
-    Cluster { device: Device { capacity_tokens, ..Device::default() }, ..cluster(size) }
+fn with_kv(size: Size, capacity_tokens: u64) -> SimulatedCluster {
+    SimulatedCluster { device: SimulatedDevice { capacity_tokens, ..SimulatedDevice::default() }, ..cluster(size) }
 }
 
-fn slow(size: Size) -> Cluster {
+fn slow(size: Size) -> SimulatedCluster {
     let mut cluster = cluster(size);
     cluster.workers[0].slower = 4.0;
     cluster
 }
 
-fn lossy(size: Size) -> Cluster {
+fn lossy(size: Size) -> SimulatedCluster {
     let random = Some(RandomLosses { every: Duration::from_secs(60), lasts: Duration::from_secs(20) });
-    Cluster { faults: Faults { random, ..Faults::default() }, ..cluster(size) }
+    SimulatedCluster { faults: Faults { random, ..Faults::default() }, ..cluster(size) }
 }
 
 /// Returns sessions of agents: 40 turns each, whose prompts grow by the answer and the result of a tool, for which the agent waits some seconds.
 /// All sessions share a long system prompt.
-fn agents(sessions: u64, per_second: f64) -> Vec<Request> {
+fn agents(sessions: u64, per_second: f64) -> Vec<SimulatedRequest> {
     let mut random = Lcg(7);
     let (mut requests, mut began, mut next) = (Vec::new(), 0.0, 1_000_u64);
     for _ in 0..sessions {
@@ -80,7 +80,7 @@ fn agents(sessions: u64, per_second: f64) -> Vec<Request> {
             let added = 1 + random.below(4);
             blocks.extend(next..next + added as u64);
             next += added as u64;
-            requests.push(Request {
+            requests.push(SimulatedRequest {
                 at: Duration::from_secs_f64(at),
                 prompt_tokens: (blocks.len() * 512 + 100) as u32,
                 blocks: blocks.clone().into(),
@@ -95,11 +95,11 @@ fn agents(sessions: u64, per_second: f64) -> Vec<Request> {
 }
 
 /// Returns questions about documents of 20,000 tokens, which all clients share.
-fn documents(count: usize, questions: usize, per_second: f64) -> Vec<Request> {
+fn documents(count: usize, questions: usize, per_second: f64) -> Vec<SimulatedRequest> {
     let mut random = Lcg(11);
     let one = |number: usize, random: &mut Lcg| {
         let document = random.below(count) as u64;
-        Request {
+        SimulatedRequest {
             at: Duration::from_secs_f64(number as f64 / per_second),
             prompt_tokens: 40 * 512 + 200,
             blocks: (0..40).map(|block| document << 16 | block).collect(),
@@ -111,12 +111,12 @@ fn documents(count: usize, questions: usize, per_second: f64) -> Vec<Request> {
 }
 
 /// Returns prompts without common blocks: nine of ten have about 500 tokens, the others 60,000.
-fn long_and_short(count: usize, per_second: f64) -> Vec<Request> {
+fn long_and_short(count: usize, per_second: f64) -> Vec<SimulatedRequest> {
     let mut random = Lcg(13);
     let one = |number: usize, random: &mut Lcg| {
         let blocks = if random.below(10) == 0 { 80 + random.below(80) } else { random.below(3) } as u64;
         let first = (number as u64 + 1) << 20;
-        Request {
+        SimulatedRequest {
             at: Duration::from_secs_f64(number as f64 / per_second),
             prompt_tokens: (blocks * 512) as u32 + 1 + random.below(511) as u32,
             blocks: (first..first + blocks).collect(),
@@ -128,13 +128,13 @@ fn long_and_short(count: usize, per_second: f64) -> Vec<Request> {
 }
 
 /// Returns the first `count` recorded conversations; without a recording, made-up ones.
-fn conversations(count: usize, faster: f64, answers: u64) -> Vec<Request> {
+fn conversations(count: usize, faster: f64, answers: u64) -> Vec<SimulatedRequest> {
     recorded(count as u64, faster, answers).unwrap_or_else(|| traffic::conversations(count, faster, answers as f64, 1))
 }
 
 fn worlds() -> Vec<World> {
     let mut worlds = Vec::new();
-    let mut add = |name: &str, cluster: Cluster, requests: Vec<Request>| {
+    let mut add = |name: &str, cluster: SimulatedCluster, requests: Vec<SimulatedRequest>| {
         worlds.push(World { name: name.to_owned(), cluster, requests });
     };
     for pace in [0.5, 1.0, 2.0, 3.0, 4.0] {
@@ -178,7 +178,7 @@ fn main() {
     let filter: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
     let mut worlds = worlds();
     worlds.retain(|world| filter.is_empty() || filter.iter().any(|part| world.name.contains(part)));
-    let is_split = |world: &World| world.cluster.workers.iter().any(|worker| worker.role == tandem_router::Role::Prefill);
+    let is_split = |world: &World| world.cluster.workers.iter().any(|worker| worker.role == tandem_router::WorkerRole::Prefill);
     let mut jobs = Vec::new();
     for (at, world) in worlds.iter().enumerate() {
         for (rule, _) in RULES.iter().enumerate().filter(|(_, rule)| rule.0 != "remote" || is_split(world)) {
@@ -191,7 +191,7 @@ fn main() {
             scope.spawn(|| {
                 while let Some(&(at, rule, seed)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let (_, policy, prefill) = RULES[rule];
-                    let cluster = Cluster { policy, prefill, seed, ..worlds[at].cluster.clone() };
+                    let cluster = SimulatedCluster { policy, prefill, seed, ..worlds[at].cluster.clone() };
                     let found = figures(&cluster, &worlds[at].requests);
                     done.lock().expect("no thread panics with it").push(((at, rule), found));
                 }

@@ -1,23 +1,23 @@
 //! The simulated cluster.
 
-use crate::{Faults, Policy};
+use crate::{Faults, RoutingRule};
 use std::{fmt, time::Duration};
-use tandem_router::{Costs, PrefillPlace, Role};
+use tandem_router::{Costs, PrefillPlace, WorkerRole};
 
 /// A cluster to simulate.
 #[derive(Clone, Debug)]
-pub struct Cluster {
+pub struct SimulatedCluster {
     /// The rule that chooses workers.
-    pub policy: Policy,
+    pub policy: RoutingRule,
     /// The workers. At least one of them is a decode worker.
-    pub workers: Vec<Worker>,
+    pub workers: Vec<SimulatedWorker>,
     /// The device of each worker.
-    pub device: Device,
+    pub device: SimulatedDevice,
     /// Tokens per block.
     pub block_tokens: u64,
-    /// Where [`Policy::Tandem`] may prefill. Other policies use prefill workers if there are any.
+    /// Where [`RoutingRule::Tandem`] may prefill. Other policies use prefill workers if there are any.
     pub prefill: PrefillPlace,
-    /// The parameters of [`Policy::Tandem`].
+    /// The parameters of [`RoutingRule::Tandem`].
     pub costs: Costs,
     /// The number of requests in flight, each of which is sent when another has ended; `None`: each arrives at its own time.
     pub concurrency: Option<usize>,
@@ -29,16 +29,16 @@ pub struct Cluster {
 
 /// A worker of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Worker {
+pub struct SimulatedWorker {
     /// The role. A decode worker also prefills the prompts that are placed on it alone.
-    pub role: Role,
-    /// The factor by which it is slower than its [`Device`].
+    pub role: WorkerRole,
+    /// The factor by which it is slower than its [`SimulatedDevice`].
     pub slower: f64,
 }
 
 /// A model of a device and its engine. The defaults are those of `--engine sim`: one large GPU with an 8B model.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Device {
+pub struct SimulatedDevice {
     /// The prompt tokens computed in a second, in addition to the fixed time of a step.
     pub prefill_tokens_per_second: f64,
     /// The fixed time of a step that computes prompt tokens.
@@ -59,7 +59,7 @@ pub struct Device {
     pub sequences_max: usize,
 }
 
-impl Default for Device {
+impl Default for SimulatedDevice {
     fn default() -> Self {
         Self {
             prefill_tokens_per_second: 20_000.0,
@@ -98,13 +98,13 @@ impl Size {
         }
     }
 
-    fn list(self) -> Vec<Worker> {
+    fn list(self) -> Vec<SimulatedWorker> {
         let (prefill, decode) = match self {
             Self::Mixed(workers) => (0, workers),
             Self::Split { prefill, decode } => (prefill, decode),
         };
-        let all = |role, count| std::iter::repeat_n(Worker { role, slower: 1.0 }, count);
-        all(Role::Prefill, prefill).chain(all(Role::Decode, decode)).collect()
+        let all = |role, count| std::iter::repeat_n(SimulatedWorker { role, slower: 1.0 }, count);
+        all(WorkerRole::Prefill, prefill).chain(all(WorkerRole::Decode, decode)).collect()
     }
 }
 
@@ -117,13 +117,13 @@ impl fmt::Display for Size {
     }
 }
 
-impl Cluster {
+impl SimulatedCluster {
     /// Returns a cluster of equal workers with default settings.
-    pub fn new(policy: Policy, size: Size) -> Self {
+    pub fn new(policy: RoutingRule, size: Size) -> Self {
         Self {
             policy,
             workers: size.list(),
-            device: Device::default(),
+            device: SimulatedDevice::default(),
             block_tokens: 512,
             prefill: PrefillPlace::Auto,
             costs: Costs::default(),
@@ -144,7 +144,7 @@ impl Cluster {
     }
 
     pub(crate) fn has_prefill_workers(&self) -> bool {
-        self.workers.iter().any(|worker| worker.role == Role::Prefill)
+        self.workers.iter().any(|worker| worker.role == WorkerRole::Prefill)
     }
 
     /// Returns the workers' names in reports, by number.
@@ -152,9 +152,9 @@ impl Cluster {
         let (split, mut prefill, mut decode) = (self.has_prefill_workers(), 0, 0);
         self.workers.iter().map(move |worker| {
             let (name, count) = match worker.role {
-                Role::Prefill => ("prefill", &mut prefill),
-                Role::Decode if split => ("decode", &mut decode),
-                Role::Decode => ("worker", &mut decode),
+                WorkerRole::Prefill => ("prefill", &mut prefill),
+                WorkerRole::Decode if split => ("decode", &mut decode),
+                WorkerRole::Decode => ("worker", &mut decode),
             };
             *count += 1;
             format!("{name}-{}", *count - 1)

@@ -1,7 +1,7 @@
 //! Simulates clusters in virtual time, with the placements of the real router.
 //!
 //! The index, the bookings, the costs and the prefix caches are those of a running cluster; devices are modelled by measured rates.
-//! [`simulate`] runs any requests on a [`Cluster`], [`replay`] those of a trace, and [`plan`] searches the smallest cluster that meets service
+//! [`simulate`] runs any requests on a [`SimulatedCluster`], [`replay`] those of a trace, and [`plan`] searches the smallest cluster that meets service
 //! levels. Equal input gives equal results.
 
 mod cluster;
@@ -13,10 +13,10 @@ mod simulation;
 mod trace;
 mod worker;
 
-pub use cluster::{Cluster, Device, Size, Worker};
+pub use cluster::{SimulatedCluster, SimulatedDevice, SimulatedWorker, Size};
 pub use faults::{Faults, Loss, RandomLosses};
-pub use plan::{Plan, PlanSettings, Trial, plan};
-pub use policy::Policy;
-pub use request::Request;
+pub use plan::{ClusterPlan, PlanSettings, Trial, plan};
+pub use policy::RoutingRule;
+pub use request::SimulatedRequest;
 pub use simulation::{Totals, simulate};
 pub use trace::{FAULT_FACTS, Replay, SimulateError, replay};

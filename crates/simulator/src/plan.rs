@@ -1,7 +1,7 @@
 //! The smallest cluster that meets service levels.
 
 use crate::{Replay, SimulateError, Size, simulation::lacks_prefill_workers, trace::replay_until};
-use tandem_load::{Progress, report::Report};
+use tandem_load::{ReplayProgress, report::Report};
 
 /// The number of ways in which the workers of one size are split into prefill and decode workers, at most.
 const SPLITS: usize = 7;
@@ -26,7 +26,7 @@ pub struct Trial {
 
 /// The result of a search.
 #[derive(Clone, Debug, Default)]
-pub struct Plan {
+pub struct ClusterPlan {
     /// The smallest cluster of mixed workers; `None` if none is large enough.
     pub mixed: Option<Trial>,
     /// The smallest cluster of prefill workers and decode workers; `None` if none is large enough.
@@ -35,7 +35,7 @@ pub struct Plan {
     pub trials: usize,
 }
 
-impl Plan {
+impl ClusterPlan {
     /// Returns the smaller of both clusters; mixed workers if both have as many workers.
     pub fn smallest(&self) -> Option<&Trial> {
         self.mixed.iter().chain(&self.split).min_by_key(|trial| trial.size.workers())
@@ -46,7 +46,7 @@ struct Search<'a> {
     replay: &'a Replay<'a>,
     misses_max: u64,
     trials: usize,
-    progress: &'a mut dyn FnMut(Size, Progress),
+    progress: &'a mut dyn FnMut(Size, ReplayProgress),
 }
 
 /// Searches the smallest cluster of mixed workers, and the smallest cluster of prefill and decode workers, that meet the service levels of
@@ -58,8 +58,8 @@ struct Search<'a> {
 pub fn plan(
     replay: &Replay<'_>,
     settings: &PlanSettings,
-    progress: &mut dyn FnMut(Size, Progress),
-) -> Result<Plan, SimulateError> {
+    progress: &mut dyn FnMut(Size, ReplayProgress),
+) -> Result<ClusterPlan, SimulateError> {
     let misses_max = (replay.trace.requests as f64 * (1.0 - settings.share) + 1e-9).floor() as u64;
     let mut search = Search { replay, misses_max, trials: 0, progress };
     let only_mixed = replay.cluster.with_size(Size::Mixed(1));
@@ -76,7 +76,7 @@ pub fn plan(
         }
         Ok(found)
     })?;
-    Ok(Plan { mixed, split, trials: search.trials })
+    Ok(ClusterPlan { mixed, split, trials: search.trials })
 }
 
 impl Search<'_> {

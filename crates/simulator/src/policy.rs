@@ -7,7 +7,7 @@ use tandem_router::Candidate;
 
 /// A rule that chooses workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Policy {
+pub enum RoutingRule {
     /// The rule of this router: the lowest cost, that is the estimated time to the first token and by how much others are delayed
     Tandem,
     /// One worker after the other
@@ -64,7 +64,7 @@ impl Query {
     }
 }
 
-impl Policy {
+impl RoutingRule {
     /// Returns the rule's name, as in the command line.
     pub fn name(self) -> &'static str {
         match self {
@@ -116,14 +116,14 @@ impl Policy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_router::{Role, RouterSettings, VirtualRouter, VirtualWorker};
+    use tandem_router::{RouterSettings, VirtualRouter, VirtualWorker, WorkerRole};
 
     /// Returns idle workers with caches of 100 blocks, changed by `change`.
     fn workers(count: usize, change: impl Fn(usize, &mut Candidate)) -> Vec<Candidate> {
         let mut router = VirtualRouter::new(RouterSettings::default());
         for _ in 0..count {
             router.join(VirtualWorker {
-                role: Role::Decode,
+                role: WorkerRole::Decode,
                 block_size: 16,
                 capacity_blocks: 100,
                 block_bytes: 1,
@@ -138,7 +138,7 @@ mod tests {
         workers
     }
 
-    fn choose(policy: Policy, workers: &[Candidate], number: u64, by_load: bool) -> Option<usize> {
+    fn choose(policy: RoutingRule, workers: &[Candidate], number: u64, by_load: bool) -> Option<usize> {
         let query = Query { prompt_tokens: 160, block_tokens: 16, by_load, number, seed: 1 };
         policy.choose(&query, &workers.iter().collect::<Vec<_>>())
     }
@@ -152,16 +152,16 @@ mod tests {
             _ => (worker.in_use_blocks, worker.available_blocks, worker.sequences, worker.running) = (90, 10, 1, 1),
         });
         for (policy, by_load, expected) in [
-            (Policy::Tandem, false, None),
-            (Policy::FewestRequests, false, Some(2)),
+            (RoutingRule::Tandem, false, None),
+            (RoutingRule::FewestRequests, false, Some(2)),
             // Worker 0: 20 + 10 - 8 + 20 = 42; 1: 10 - 4 = 6; 2: 10 + 90 = 100.
-            (Policy::Dynamo, false, Some(1)),
-            (Policy::Dynamo, true, Some(1)),
+            (RoutingRule::Dynamo, false, Some(1)),
+            (RoutingRule::Dynamo, true, Some(1)),
             // 0 has more than half of the prompt, and the difference of loads is below 32.
-            (Policy::Sglang, false, Some(0)),
-            (Policy::Sglang, true, Some(2)),
+            (RoutingRule::Sglang, false, Some(0)),
+            (RoutingRule::Sglang, true, Some(2)),
             // 0: 2.4 + 0 + 2 = 4.4; 1: 1.2 + 2 + 2 = 5.2; 2: 0 + 2 + 0.2.
-            (Policy::LlmD, false, Some(1)),
+            (RoutingRule::LlmD, false, Some(1)),
         ] {
             assert_eq!(choose(policy, &busy, 7, by_load), expected, "{policy:?}");
         }
@@ -174,15 +174,15 @@ mod tests {
                 (worker.overlap_blocks, worker.sequences) = (10, 33);
             }
         });
-        assert_eq!(choose(Policy::Sglang, &far, 1, false), Some(1));
+        assert_eq!(choose(RoutingRule::Sglang, &far, 1, false), Some(1));
     }
 
     #[test]
     fn round_robin_alternates_and_random_reaches_all() {
         let idle = workers(3, |_, _| {});
-        let chosen: Vec<_> = (0..6).filter_map(|number| choose(Policy::RoundRobin, &idle, number, false)).collect();
+        let chosen: Vec<_> = (0..6).filter_map(|number| choose(RoutingRule::RoundRobin, &idle, number, false)).collect();
         assert_eq!(chosen, [0, 1, 2, 0, 1, 2]);
-        for policy in [Policy::Random, Policy::FewestRequests, Policy::Dynamo, Policy::LlmD] {
+        for policy in [RoutingRule::Random, RoutingRule::FewestRequests, RoutingRule::Dynamo, RoutingRule::LlmD] {
             let mut counts = [0; 3];
             (0..300).filter_map(|number| choose(policy, &idle, number, false)).for_each(|at| counts[at] += 1);
             assert!(counts.iter().all(|count| (60..140).contains(count)), "{policy:?}: {counts:?}");
@@ -191,14 +191,14 @@ mod tests {
 
     #[test]
     fn no_rule_chooses_without_workers() {
-        for policy in Policy::value_variants() {
+        for policy in RoutingRule::value_variants() {
             assert_eq!(choose(*policy, &[], 1, false), None);
         }
     }
 
     #[test]
     fn names_are_those_of_the_command_line() {
-        for policy in Policy::value_variants() {
+        for policy in RoutingRule::value_variants() {
             assert_eq!(policy.to_possible_value().expect("no variant is hidden").get_name(), policy.name());
         }
     }

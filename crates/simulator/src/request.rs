@@ -2,14 +2,14 @@
 
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{HashKey, Namespace, SequenceHash, TokenId, sequence_hashes};
-use tandem_load::trace::Blocks;
+use tandem_load::trace::TraceBlocks;
 
 /// The tokens that stand for a block in the simulated caches: the two halves of its id.
 pub(crate) const TOKENS_OF_ID: usize = 2;
 
 /// A request to simulate.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Request {
+pub struct SimulatedRequest {
     /// The time at which it arrives, from the beginning.
     pub at: Duration,
     /// The prompt's tokens; at least 1.
@@ -37,9 +37,9 @@ pub(crate) struct Arrived {
     pub(crate) hashes: Arc<[SequenceHash]>,
 }
 
-impl Request {
+impl SimulatedRequest {
     /// Returns the request of a trace's row whose blocks have this many tokens. It sets no limit for its answer.
-    pub fn of(at: Duration, mut row: Blocks, block_tokens: u64) -> Self {
+    pub fn of(at: Duration, mut row: TraceBlocks, block_tokens: u64) -> Self {
         row.hash_ids.truncate((row.input_length / block_tokens) as usize);
         Self {
             at,
@@ -56,7 +56,7 @@ pub(crate) fn namespace() -> Namespace {
 }
 
 impl Arrived {
-    pub(crate) fn new(number: u64, at: u64, request: &Request) -> Self {
+    pub(crate) fn new(number: u64, at: u64, request: &SimulatedRequest) -> Self {
         let tokens: Box<[TokenId]> = request.blocks.iter().flat_map(|id| [*id as TokenId, (id >> 32) as TokenId]).collect();
         let hashes = sequence_hashes(&HashKey::NONE, &namespace(), TOKENS_OF_ID, &tokens).into();
         let (prompt_tokens, answer_tokens) = (request.prompt_tokens.into(), request.answer_tokens);

@@ -1,17 +1,17 @@
 //! The events of a simulation: requests arrive, steps end, KV is received, and workers are lost and return.
 
 use crate::{
-    Cluster, Policy, Request,
+    RoutingRule, SimulatedCluster, SimulatedRequest,
     faults::Draws,
     policy::Query,
     request::Arrived,
-    worker::{Engine, Sequence, Stepped},
+    worker::{SimulatedEngine, SimulatedSequence, Stepped},
 };
 use std::{cmp::Reverse, collections::BinaryHeap, ops::ControlFlow, rc::Rc, sync::Arc, time::Duration};
-use tandem_load::report::{Answer, Cached, Expected, Failure, FailureClass, Outcome};
+use tandem_load::report::{CachedCount, Expected, Failure, FailureClass, MeasuredAnswer, RequestOutcome};
 use tandem_router::{
-    Candidate, PrefillPlace, Role, RouterSettings, VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest,
-    VirtualRouter, VirtualWorker,
+    Candidate, PrefillPlace, RouterSettings, VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest, VirtualRouter,
+    VirtualWorker, WorkerRole,
 };
 
 /// The most placements of a request until a token is sampled, and the most workers on which one answer is continued: the defaults of routers
@@ -35,7 +35,7 @@ pub struct Totals {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+enum SimulationEvent {
     /// The step that a worker began after this number of losses has ended.
     Stepped {
         worker: usize,
@@ -56,11 +56,11 @@ enum Event {
 }
 
 struct Simulation<'a> {
-    cluster: &'a Cluster,
+    cluster: &'a SimulatedCluster,
     router: VirtualRouter,
-    workers: Vec<Engine>,
+    workers: Vec<SimulatedEngine>,
     names: Vec<Arc<str>>,
-    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    events: BinaryHeap<Reverse<(u64, u64, SimulationEvent)>>,
     /// The number of events so far, which orders events of one time.
     scheduled: u64,
     arrived: u64,
@@ -78,9 +78,9 @@ fn micros(time: Duration) -> u64 {
 /// their ends; it may abort the simulation. Its times are from the beginning, in virtual time. Memory is in proportion to the workers'
 /// caches and to the requests in flight.
 pub fn simulate(
-    cluster: &Cluster,
-    requests: impl IntoIterator<Item = Request>,
-    each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>,
+    cluster: &SimulatedCluster,
+    requests: impl IntoIterator<Item = SimulatedRequest>,
+    each: &mut dyn FnMut(&RequestOutcome) -> ControlFlow<()>,
 ) -> Totals {
     let mut simulation = Simulation::new(cluster);
     let _ = simulation.run(requests.into_iter(), each);
@@ -88,7 +88,7 @@ pub fn simulate(
 }
 
 impl<'a> Simulation<'a> {
-    fn new(cluster: &'a Cluster) -> Self {
+    fn new(cluster: &'a SimulatedCluster) -> Self {
         let settings = RouterSettings {
             prefill: cluster.prefill,
             costs: cluster.costs,
@@ -106,7 +106,7 @@ impl<'a> Simulation<'a> {
                 block_bytes,
                 step_tokens: cluster.device.step_tokens as u32,
             });
-            Engine::new(worker.role, worker.slower, cluster.device, cluster.block_tokens, capacity_blocks)
+            SimulatedEngine::new(worker.role, worker.slower, cluster.device, cluster.block_tokens, capacity_blocks)
         });
         let mut simulation = Self {
             workers: workers.collect(),
@@ -122,7 +122,7 @@ impl<'a> Simulation<'a> {
             totals: Totals::default(),
         };
         for loss in &cluster.faults.losses {
-            simulation.at(micros(loss.at), Event::Lost { worker: loss.worker, lasts: loss.lasts.map(micros) });
+            simulation.at(micros(loss.at), SimulationEvent::Lost { worker: loss.worker, lasts: loss.lasts.map(micros) });
         }
         simulation.schedule_random_loss(0);
         simulation
@@ -130,8 +130,8 @@ impl<'a> Simulation<'a> {
 
     fn run(
         &mut self,
-        requests: impl Iterator<Item = Request>,
-        each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>,
+        requests: impl Iterator<Item = SimulatedRequest>,
+        each: &mut dyn FnMut(&RequestOutcome) -> ControlFlow<()>,
     ) -> ControlFlow<()> {
         let (mut requests, mut now) = (requests.peekable(), 0);
         loop {
@@ -153,14 +153,14 @@ impl<'a> Simulation<'a> {
                 now = at;
                 self.router.set_time(Duration::from_micros(now));
                 match event {
-                    Event::Stepped { worker, losses } if losses == self.workers[worker].losses => {
+                    SimulationEvent::Stepped { worker, losses } if losses == self.workers[worker].losses => {
                         self.stepped(now, worker, each)?
                     }
-                    Event::Stepped { .. } => {}
-                    Event::Received { from, to, booking } => self.received(now, from, to, booking),
-                    Event::Lost { worker, lasts } => self.lost(now, worker, lasts, each)?,
-                    Event::RandomLoss => self.random_loss(now, each)?,
-                    Event::Returned(worker) => self.returned(worker),
+                    SimulationEvent::Stepped { .. } => {}
+                    SimulationEvent::Received { from, to, booking } => self.received(now, from, to, booking),
+                    SimulationEvent::Lost { worker, lasts } => self.lost(now, worker, lasts, each)?,
+                    SimulationEvent::RandomLoss => self.random_loss(now, each)?,
+                    SimulationEvent::Returned(worker) => self.returned(worker),
                 }
             } else {
                 unreachable!("a request in flight has an event");
@@ -171,12 +171,17 @@ impl<'a> Simulation<'a> {
         ControlFlow::Continue(())
     }
 
-    fn at(&mut self, when: u64, event: Event) {
+    fn at(&mut self, when: u64, event: SimulationEvent) {
         self.scheduled += 1;
         self.events.push(Reverse((when, self.scheduled, event)));
     }
 
-    fn arrives(&mut self, now: u64, request: &Request, each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>) -> ControlFlow<()> {
+    fn arrives(
+        &mut self,
+        now: u64,
+        request: &SimulatedRequest,
+        each: &mut dyn FnMut(&RequestOutcome) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
         let mut arrived = Arrived::new(self.arrived, now, request);
         self.arrived += 1;
         // An answer that does not fit is shorter, as on a real worker.
@@ -191,7 +196,7 @@ impl<'a> Simulation<'a> {
         match self.place(&arrived, 0, 1) {
             Some(placement) => {
                 self.in_flight += 1;
-                self.enqueue(now, Sequence::new(Rc::new(arrived), placement));
+                self.enqueue(now, SimulatedSequence::new(Rc::new(arrived), placement));
                 ControlFlow::Continue(())
             }
             None => {
@@ -212,11 +217,11 @@ impl<'a> Simulation<'a> {
             max_tokens: arrived.max_tokens,
             attempt,
         };
-        if self.cluster.policy == Policy::Tandem {
+        if self.cluster.policy == RoutingRule::Tandem {
             return self.router.place(&virtual_request);
         }
         let candidates = self.router.candidates(&arrived.hashes[..reusable]);
-        let choose = |role: Role, by_load: bool| {
+        let choose = |role: WorkerRole, by_load: bool| {
             let of_role = candidates.iter().filter(|(_, candidate)| candidate.role == role);
             let (numbers, workers): (Vec<usize>, Vec<&Candidate>) =
                 of_role.map(|(number, candidate)| (*number, candidate)).unzip();
@@ -229,13 +234,13 @@ impl<'a> Simulation<'a> {
             };
             Some(numbers[self.cluster.policy.choose(&query, &workers)?])
         };
-        let decode = choose(Role::Decode, self.has_prefill_workers)?;
-        let prefill = choose(Role::Prefill, false);
+        let decode = choose(WorkerRole::Decode, self.has_prefill_workers)?;
+        let prefill = choose(WorkerRole::Prefill, false);
         Some(self.router.book(&virtual_request, decode, prefill))
     }
 
     /// Adds a sequence to the queue of the worker that computes it.
-    fn enqueue(&mut self, now: u64, sequence: Sequence) {
+    fn enqueue(&mut self, now: u64, sequence: SimulatedSequence) {
         let (placement, number) = (sequence.placement, sequence.request.number);
         let computes = placement.prefill.unwrap_or(placement.decode);
         self.workers[computes].enqueue(sequence);
@@ -250,11 +255,11 @@ impl<'a> Simulation<'a> {
     fn schedule_random_loss(&mut self, now: u64) {
         if let Some(draws) = &mut self.draws {
             let at = now.saturating_add(micros(draws.pause()));
-            self.at(at, Event::RandomLoss);
+            self.at(at, SimulationEvent::RandomLoss);
         }
     }
 
-    fn random_loss(&mut self, now: u64, each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>) -> ControlFlow<()> {
+    fn random_loss(&mut self, now: u64, each: &mut dyn FnMut(&RequestOutcome) -> ControlFlow<()>) -> ControlFlow<()> {
         self.schedule_random_loss(now);
         let present: Vec<usize> = (0..self.workers.len()).filter(|worker| self.workers[*worker].present).collect();
         match &mut self.draws {
@@ -272,7 +277,7 @@ impl<'a> Simulation<'a> {
         now: u64,
         number: usize,
         lasts: Option<u64>,
-        each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>,
+        each: &mut dyn FnMut(&RequestOutcome) -> ControlFlow<()>,
     ) -> ControlFlow<()> {
         if !self.workers[number].present {
             return ControlFlow::Continue(());
@@ -293,7 +298,7 @@ impl<'a> Simulation<'a> {
             self.report(other, &[]);
         }
         if let Some(lasts) = lasts {
-            self.at(now.saturating_add(lasts), Event::Returned(number));
+            self.at(now.saturating_add(lasts), SimulationEvent::Returned(number));
         }
         lost.sort_by_key(|sequence| sequence.request.number);
         lost.into_iter().try_for_each(|sequence| self.place_again(now, sequence, each))
@@ -303,8 +308,8 @@ impl<'a> Simulation<'a> {
     fn place_again(
         &mut self,
         now: u64,
-        mut sequence: Sequence,
-        each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>,
+        mut sequence: SimulatedSequence,
+        each: &mut dyn FnMut(&RequestOutcome) -> ControlFlow<()>,
     ) -> ControlFlow<()> {
         self.router.release(sequence.placement.booking);
         if sequence.has_token {
@@ -340,18 +345,18 @@ impl<'a> Simulation<'a> {
         self.totals.preemptions += preempted;
         if let Some(time) = time {
             let losses = self.workers[number].losses;
-            self.at(now + time, Event::Stepped { worker: number, losses });
+            self.at(now + time, SimulationEvent::Stepped { worker: number, losses });
         }
     }
 
-    fn stepped(&mut self, now: u64, number: usize, each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>) -> ControlFlow<()> {
+    fn stepped(&mut self, now: u64, number: usize, each: &mut dyn FnMut(&RequestOutcome) -> ControlFlow<()>) -> ControlFlow<()> {
         let Stepped { first, ended } = self.workers[number].end_step(now);
         for (placement, cached_blocks) in first {
             let cached_tokens = cached_blocks.map(|blocks| blocks * self.cluster.block_tokens as u32);
             self.router.on_prefilled(placement.booking, cached_tokens);
         }
         for mut sequence in ended {
-            if self.workers[number].role == Role::Prefill {
+            if self.workers[number].role == WorkerRole::Prefill {
                 self.send(now, number, sequence);
                 continue;
             }
@@ -369,7 +374,7 @@ impl<'a> Simulation<'a> {
 
     /// Sends the KV of a prompt that is computed. Blocks are sent while later chunks are computed, so at most the transfer of the last
     /// chunk remains, unless transfers are slower than the computation. Blocks that the decode worker has cached are not sent.
-    fn send(&mut self, now: u64, from: usize, sequence: Sequence) {
+    fn send(&mut self, now: u64, from: usize, sequence: SimulatedSequence) {
         let (device, to) = (&self.cluster.device, sequence.placement.decode);
         let has = u64::from(self.workers[to].cached_blocks(&sequence.request)) * self.cluster.block_tokens;
         let lacking = sequence.target() - has;
@@ -382,7 +387,7 @@ impl<'a> Simulation<'a> {
         let booking = sequence.placement.booking;
         self.workers[from].has_sent = true;
         self.workers[from].sending.push(sequence);
-        self.at(now + wait, Event::Received { from, to, booking });
+        self.at(now + wait, SimulationEvent::Received { from, to, booking });
     }
 
     fn received(&mut self, now: u64, from: usize, to: usize, booking: VirtualBooking) {
@@ -416,35 +421,35 @@ impl<'a> Simulation<'a> {
         self.router.report(number, report);
     }
 
-    fn outcome(&self, now: u64, sequence: Sequence) -> Outcome {
-        let Sequence { request, begun_with, cached_blocks, sampled, times, .. } = sequence;
+    fn outcome(&self, now: u64, sequence: SimulatedSequence) -> RequestOutcome {
+        let SimulatedSequence { request, begun_with, cached_blocks, sampled, times, .. } = sequence;
         let placement = begun_with.expect("the answer has a token");
         let cached = u64::from(cached_blocks.expect("the request was computed")) * self.cluster.block_tokens;
         let name = |number: usize| Some(self.names[number].clone());
-        let answer = Answer {
+        let answer = MeasuredAnswer {
             first_token: times.first.map(Duration::from_micros),
             gaps: times.gaps,
             prompt_tokens: Some(request.prompt_tokens),
             output_tokens: sampled,
-            cached: Cached::Counted(cached),
+            cached: CachedCount::Counted(cached),
             prefill_worker: name(placement.prefill.unwrap_or(placement.decode)),
             decode_worker: name(placement.decode),
         };
         let due = Duration::from_micros(request.at);
-        Outcome { due, sent: due, ended: Duration::from_micros(now), expected: Expected::default(), result: Ok(answer) }
+        RequestOutcome { due, sent: due, ended: Duration::from_micros(now), expected: Expected::default(), result: Ok(answer) }
     }
 }
 
 /// The message of a request that no worker can take.
 const NO_WORKER: &str = "no worker can take the request";
 
-fn failed(now: u64, request: &Arrived, class: FailureClass, message: &str) -> Outcome {
+fn failed(now: u64, request: &Arrived, class: FailureClass, message: &str) -> RequestOutcome {
     let due = Duration::from_micros(request.at);
     let failure = Failure { class, message: message.to_owned() };
-    Outcome { due, sent: due, ended: Duration::from_micros(now), expected: Expected::default(), result: Err(failure) }
+    RequestOutcome { due, sent: due, ended: Duration::from_micros(now), expected: Expected::default(), result: Err(failure) }
 }
 
 /// Whether the router needs prefill workers that the cluster lacks.
-pub(crate) fn lacks_prefill_workers(cluster: &Cluster) -> bool {
-    cluster.policy == Policy::Tandem && cluster.prefill == PrefillPlace::Remote && !cluster.has_prefill_workers()
+pub(crate) fn lacks_prefill_workers(cluster: &SimulatedCluster) -> bool {
+    cluster.policy == RoutingRule::Tandem && cluster.prefill == PrefillPlace::Remote && !cluster.has_prefill_workers()
 }

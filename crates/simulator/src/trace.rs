@@ -1,16 +1,16 @@
 //! Simulations of the requests of a trace.
 
 use crate::{
-    Cluster, Request,
+    SimulatedCluster, SimulatedRequest,
     simulation::{lacks_prefill_workers, simulate},
 };
 use std::{ops::ControlFlow, sync::mpsc, thread, time::Duration};
 use tandem_load::{
-    Progress,
+    ReplayProgress,
     report::{Fact, Recorder, Report, Roles, Slo},
     trace::{Format, Load, Trace, TraceError},
 };
-use tandem_router::Role;
+use tandem_router::WorkerRole;
 
 /// The rows of a trace that are read ahead.
 const PREPARED: usize = 256;
@@ -28,7 +28,7 @@ pub struct Replay<'a> {
     /// The trace. It names the blocks of its prompts.
     pub trace: &'a Trace,
     /// The cluster. Its blocks are those of the trace, whatever `block_tokens` says.
-    pub cluster: Cluster,
+    pub cluster: SimulatedCluster,
     /// How many times as fast as recorded requests arrive.
     pub speed: f64,
     /// The service levels for the goodput.
@@ -72,7 +72,7 @@ pub enum SimulateError {
 ///
 /// # Errors
 /// The trace cannot be read, or the cluster cannot run it.
-pub fn replay(replay: &Replay<'_>, progress: &mut dyn FnMut(Progress)) -> Result<Report, SimulateError> {
+pub fn replay(replay: &Replay<'_>, progress: &mut dyn FnMut(ReplayProgress)) -> Result<Report, SimulateError> {
     Ok(replay_until(replay, u64::MAX, progress)?.expect("any number of requests may miss the service levels"))
 }
 
@@ -80,25 +80,25 @@ pub fn replay(replay: &Replay<'_>, progress: &mut dyn FnMut(Progress)) -> Result
 pub(crate) fn replay_until(
     replay: &Replay<'_>,
     misses_max: u64,
-    progress: &mut dyn FnMut(Progress),
+    progress: &mut dyn FnMut(ReplayProgress),
 ) -> Result<Option<Report>, SimulateError> {
     let Replay { trace, speed, slo, .. } = *replay;
     let block_tokens = trace.settings().block_tokens;
-    let cluster = Cluster { block_tokens, ..replay.cluster.clone() };
+    let cluster = SimulatedCluster { block_tokens, ..replay.cluster.clone() };
     check(trace, &cluster, speed)?;
     let mut recorder = Recorder::new(slo);
     for (name, worker) in cluster.worker_names().zip(&cluster.workers) {
-        let prefills = worker.role == Role::Prefill || !cluster.has_prefill_workers();
-        recorder.add_worker(&name, Roles { prefills, decodes: worker.role == Role::Decode });
+        let prefills = worker.role == WorkerRole::Prefill || !cluster.has_prefill_workers();
+        recorder.add_worker(&name, Roles { prefills, decodes: worker.role == WorkerRole::Decode });
     }
-    let (mut state, mut misses) = (Progress { requests: trace.requests, ..Progress::default() }, 0);
+    let (mut state, mut misses) = (ReplayProgress { requests: trace.requests, ..ReplayProgress::default() }, 0);
     let (sent, requests) = mpsc::sync_channel(PREPARED);
     let (read, totals) = thread::scope(|scope| {
         let reading = scope.spawn(move || {
             trace.read(&mut |row| {
                 let Load::Blocks(blocks) = row.load else { unreachable!("the format was checked") };
                 let at = row.at.unwrap_or(Duration::ZERO).div_f64(speed);
-                match sent.send(Request::of(at, blocks, block_tokens)) {
+                match sent.send(SimulatedRequest::of(at, blocks, block_tokens)) {
                     Ok(()) => ControlFlow::Continue(()),
                     Err(_) => ControlFlow::Break(()),
                 }
@@ -129,7 +129,7 @@ pub(crate) fn replay_until(
     Ok(Some(recorder.report(cluster.policy.name(), facts)))
 }
 
-fn check(trace: &Trace, cluster: &Cluster, speed: f64) -> Result<(), SimulateError> {
+fn check(trace: &Trace, cluster: &SimulatedCluster, speed: f64) -> Result<(), SimulateError> {
     let capacity_tokens = cluster.device.capacity_tokens;
     if trace.format() != Format::Mooncake {
         Err(SimulateError::NoBlocks)
@@ -137,7 +137,7 @@ fn check(trace: &Trace, cluster: &Cluster, speed: f64) -> Result<(), SimulateErr
         Err(SimulateError::Untimed)
     } else if cluster.capacity_blocks() == 0 {
         Err(SimulateError::NoCapacity { capacity_tokens, block_tokens: cluster.block_tokens })
-    } else if !cluster.workers.iter().any(|worker| worker.role == Role::Decode) {
+    } else if !cluster.workers.iter().any(|worker| worker.role == WorkerRole::Decode) {
         Err(SimulateError::NoDecodeWorker)
     } else if takes_too_long(trace, cluster, speed) {
         Err(SimulateError::TooSlow)
@@ -148,7 +148,7 @@ fn check(trace: &Trace, cluster: &Cluster, speed: f64) -> Result<(), SimulateErr
     }
 }
 
-fn takes_too_long(trace: &Trace, cluster: &Cluster, speed: f64) -> bool {
+fn takes_too_long(trace: &Trace, cluster: &SimulatedCluster, speed: f64) -> bool {
     let device = &cluster.device;
     let prefill = device.prefill_step.as_secs_f64() + device.step_tokens as f64 / device.prefill_tokens_per_second;
     let decode = device.decode_step.as_secs_f64() + device.decode_sequence.as_secs_f64() * device.sequences_max as f64;
@@ -158,9 +158,9 @@ fn takes_too_long(trace: &Trace, cluster: &Cluster, speed: f64) -> bool {
     longest.is_nan() || longest > DAYS_MAX as f64 * 86_400.0
 }
 
-fn facts(replay: &Replay<'_>, cluster: &Cluster) -> Vec<Fact> {
+fn facts(replay: &Replay<'_>, cluster: &SimulatedCluster) -> Vec<Fact> {
     let device = &cluster.device;
-    let prefill_workers = cluster.workers.iter().filter(|worker| worker.role == Role::Prefill).count();
+    let prefill_workers = cluster.workers.iter().filter(|worker| worker.role == WorkerRole::Prefill).count();
     let others = cluster.workers.len() - prefill_workers;
     let workers = match prefill_workers {
         0 => format!("{others} mixed"),
@@ -186,7 +186,7 @@ fn facts(replay: &Replay<'_>, cluster: &Cluster) -> Vec<Fact> {
 }
 
 /// Returns the faults of the cluster in words.
-fn faults(cluster: &Cluster) -> impl Iterator<Item = Fact> {
+fn faults(cluster: &SimulatedCluster) -> impl Iterator<Item = Fact> {
     let names: Vec<String> = cluster.worker_names().collect();
     let for_seconds = |time: Duration| format!("for {} s", time.as_secs_f64());
     let slow = names.iter().zip(&cluster.workers).filter(|(_, worker)| worker.slower != 1.0);

@@ -7,13 +7,13 @@
 mod budget;
 
 use crate::{
-    Device,
+    SimulatedDevice,
     request::{Arrived, TOKENS_OF_ID, namespace},
 };
 use std::{collections::VecDeque, rc::Rc, time::Duration};
 use tandem_kv::{BlockId, CacheSettings, HashKey, KvEvent, Load, Namespace, PrefixCache, Wanted};
 use tandem_load::report::Gap;
-use tandem_router::{Role, VirtualPlacement};
+use tandem_router::{VirtualPlacement, WorkerRole};
 
 /// A new prompt gets blocks only while the prompts that precede it need less than this many full steps, as in the engine.
 const LOOKAHEAD_STEPS: u64 = 4;
@@ -22,7 +22,7 @@ const LOOKAHEAD_STEPS: u64 = 4;
 const LONG_STEP_TOKENS: u64 = 64;
 
 /// A sequence on a worker.
-pub(crate) struct Sequence {
+pub(crate) struct SimulatedSequence {
     pub(crate) request: Rc<Arrived>,
     pub(crate) placement: VirtualPlacement,
     /// The number of tokens that the sequence is expected to compute. Cached tokens are not counted.
@@ -35,7 +35,7 @@ pub(crate) struct Sequence {
     /// The number of prompt tokens that its latest step computed.
     pub(crate) step_tokens: u64,
     pub(crate) sampled: u64,
-    pub(crate) times: Times,
+    pub(crate) times: TokenTimes,
     /// The placement with which the first token was sampled.
     pub(crate) begun_with: Option<VirtualPlacement>,
     /// Whether the latest placement has led to a token.
@@ -61,7 +61,7 @@ pub(crate) struct Sequence {
 
 /// The times at which the tokens of an answer were sampled.
 #[derive(Default)]
-pub(crate) struct Times {
+pub(crate) struct TokenTimes {
     pub(crate) first: Option<u64>,
     pub(crate) gaps: Vec<Gap>,
     last: u64,
@@ -73,18 +73,18 @@ pub(crate) struct Stepped {
     /// The placements that have led to a token, with the numbers of cached blocks, which are not known if an answer was continued.
     pub(crate) first: Vec<(VirtualPlacement, Option<u32>)>,
     /// Those that have ended on this worker. They still have their blocks.
-    pub(crate) ended: Vec<Sequence>,
+    pub(crate) ended: Vec<SimulatedSequence>,
 }
 
 /// A worker.
-pub(crate) struct Engine {
-    pub(crate) role: Role,
+pub(crate) struct SimulatedEngine {
+    pub(crate) role: WorkerRole,
     pub(crate) cache: PrefixCache,
-    pub(crate) waiting: VecDeque<Sequence>,
+    pub(crate) waiting: VecDeque<SimulatedSequence>,
     /// Running sequences, the oldest request first.
-    pub(crate) running: Vec<Sequence>,
+    pub(crate) running: Vec<SimulatedSequence>,
     /// Sequences whose prompts are computed and whose KV is being transferred to a decode worker.
-    pub(crate) sending: Vec<Sequence>,
+    pub(crate) sending: Vec<SimulatedSequence>,
     /// The number of sequences that are placed on this decode worker and whose prompts prefill workers are still computing.
     pub(crate) expected: u32,
     pub(crate) generated_tokens: u64,
@@ -93,7 +93,7 @@ pub(crate) struct Engine {
     pub(crate) present: bool,
     /// How often the worker was lost.
     pub(crate) losses: u64,
-    device: Device,
+    device: SimulatedDevice,
     slower: f64,
     block_tokens: u64,
     /// The number of tokens that the current step computes for each sequence in `running`; `None` between steps.
@@ -109,7 +109,7 @@ pub(crate) struct Engine {
     namespace: Namespace,
 }
 
-impl Times {
+impl TokenTimes {
     fn add(&mut self, now: u64) {
         if self.first.is_none() {
             self.first = Some(now);
@@ -124,7 +124,7 @@ impl Times {
     }
 }
 
-impl Sequence {
+impl SimulatedSequence {
     /// Returns a sequence whose prompt is to be computed.
     pub(crate) fn new(request: Rc<Arrived>, placement: VirtualPlacement) -> Self {
         Self {
@@ -136,7 +136,7 @@ impl Sequence {
             admitted: 0,
             step_tokens: 0,
             sampled: 0,
-            times: Times::default(),
+            times: TokenTimes::default(),
             begun_with: None,
             has_token: false,
             attempt: 1,
@@ -192,8 +192,8 @@ impl Sequence {
     }
 }
 
-impl Engine {
-    pub(crate) fn new(role: Role, slower: f64, device: Device, block_tokens: u64, capacity_blocks: u32) -> Self {
+impl SimulatedEngine {
+    pub(crate) fn new(role: WorkerRole, slower: f64, device: SimulatedDevice, block_tokens: u64, capacity_blocks: u32) -> Self {
         let block_size = TOKENS_OF_ID as u32;
         let cache = CacheSettings { capacity_blocks, block_size, prefix_caching: true, hash_key: HashKey::NONE };
         Self {
@@ -230,7 +230,7 @@ impl Engine {
     }
 
     /// Returns how many tokens of the sequence are neither cached nor about to be computed by queued or running sequences of other prompts.
-    pub(crate) fn own_tokens(&self, sequence: &Sequence) -> u64 {
+    pub(crate) fn own_tokens(&self, sequence: &SimulatedSequence) -> u64 {
         let prompt = &*sequence.request;
         let computing = self.running.iter().filter(|other| !other.is_decoding());
         let before = self.waiting.iter().chain(computing).filter(|other| !other.received);
@@ -240,7 +240,7 @@ impl Engine {
     }
 
     /// Loses everything. Returns the sequences that were on the worker.
-    pub(crate) fn lose(&mut self) -> Vec<Sequence> {
+    pub(crate) fn lose(&mut self) -> Vec<SimulatedSequence> {
         let counts = self.cache.counts();
         let capacity_blocks = counts.free + counts.cached + counts.in_use;
         let empty = Self::new(self.role, self.slower, self.device, self.block_tokens, capacity_blocks);
@@ -250,8 +250,8 @@ impl Engine {
     }
 
     /// Removes the sequences that are placed on this decode worker, which was lost. A step that computes some of them takes as long as before.
-    pub(crate) fn cancel(&mut self, decode: usize) -> Vec<Sequence> {
-        let is_lost = |sequence: &Sequence| sequence.placement.decode == decode;
+    pub(crate) fn cancel(&mut self, decode: usize) -> Vec<SimulatedSequence> {
+        let is_lost = |sequence: &SimulatedSequence| sequence.placement.decode == decode;
         let (mut cancelled, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.waiting).into_iter().partition(is_lost);
         self.waiting = kept.into();
         for at in (0..self.running.len()).rev().filter(|at| is_lost(&self.running[*at])).collect::<Vec<_>>() {
@@ -266,21 +266,21 @@ impl Engine {
     }
 
     /// Adds a sequence to the queue.
-    pub(crate) fn enqueue(&mut self, mut sequence: Sequence) {
+    pub(crate) fn enqueue(&mut self, mut sequence: SimulatedSequence) {
         if !sequence.received {
             sequence.own = self.own_tokens(&sequence);
         }
         // Only the last token of a prompt whose KV was received is computed here.
         let cost = if sequence.received { 1 } else { sequence.own };
         let waiting = self.waiting.iter().map(|other| other.own);
-        let running = self.running.iter().filter(|other| !other.is_decoding()).map(Sequence::remaining);
+        let running = self.running.iter().filter(|other| !other.is_decoding()).map(SimulatedSequence::remaining);
         let before: u64 = waiting.chain(running).map(|other| other.min(cost)).sum();
         sequence.due = (self.prefilled_tokens + cost + before, self.enqueued);
         self.enqueued += 1;
         self.waiting.push_back(sequence);
     }
 
-    pub(crate) fn release(&mut self, sequence: &mut Sequence) {
+    pub(crate) fn release(&mut self, sequence: &mut SimulatedSequence) {
         for block in sequence.blocks.drain(..).rev() {
             self.cache.release(block);
         }
@@ -333,7 +333,7 @@ impl Engine {
             let sequence = &self.waiting[at];
             let prompt = &*sequence.request;
             let reuse_max_blocks = prompt.reusable_blocks(self.block_tokens);
-            let awaits = |other: &Sequence| {
+            let awaits = |other: &SimulatedSequence| {
                 let common = other.request.common(prompt).min(reuse_max_blocks as usize);
                 !other.is_decoding() && other.committed < common && common > self.cached_blocks(prompt) as usize
             };
@@ -341,15 +341,15 @@ impl Engine {
                 at += 1;
                 continue;
             }
-            let is_before = |other: &&Sequence| !other.is_decoding() && other.due < sequence.due;
-            let tokens_before: u64 = self.running.iter().filter(is_before).map(Sequence::remaining).sum();
+            let is_before = |other: &&SimulatedSequence| !other.is_decoding() && other.due < sequence.due;
+            let tokens_before: u64 = self.running.iter().filter(is_before).map(SimulatedSequence::remaining).sum();
             if !sequence.preempted && !sequence.received && tokens_before >= LOOKAHEAD_STEPS * self.device.step_tokens {
                 break;
             }
             // Sequences that generate keep room for their next blocks.
             let spare_blocks = match self.role {
-                Role::Prefill => 0,
-                Role::Decode => self.running.len() as u32 + u32::from(sequence.target().is_multiple_of(self.block_tokens)),
+                WorkerRole::Prefill => 0,
+                WorkerRole::Decode => self.running.len() as u32 + u32::from(sequence.target().is_multiple_of(self.block_tokens)),
             };
             let len_blocks = sequence.target().div_ceil(self.block_tokens) as u32;
             let wanted = Wanted { reuse_max_blocks, len_blocks, spare_blocks };
@@ -364,7 +364,7 @@ impl Engine {
                 self.prefilled_tokens += sequence.remaining();
                 sequence.computed = sequence.target();
             }
-            sequence.samples |= self.role == Role::Decode && sequence.remaining() == 0;
+            sequence.samples |= self.role == WorkerRole::Decode && sequence.remaining() == 0;
             let place = self.running.partition_point(|other| other.due.1 < sequence.due.1);
             let received = std::mem::take(&mut sequence.received);
             self.running.insert(place, sequence);
@@ -433,14 +433,14 @@ impl Engine {
                     stepped.first.push((sequence.placement, cached_blocks));
                 }
             }
-            sequence.samples |= self.role == Role::Decode && sequence.remaining() == 0;
+            sequence.samples |= self.role == WorkerRole::Decode && sequence.remaining() == 0;
         }
         let role = self.role;
         stepped.ended = self
             .running
             .extract_if(.., |sequence| match role {
-                Role::Prefill => sequence.remaining() == 0,
-                Role::Decode => sequence.sampled >= sequence.request.answer_tokens,
+                WorkerRole::Prefill => sequence.remaining() == 0,
+                WorkerRole::Decode => sequence.sampled >= sequence.request.answer_tokens,
             })
             .collect();
         stepped
@@ -462,7 +462,7 @@ impl Engine {
     pub(crate) fn load(&self) -> Load {
         let counts = self.cache.counts();
         let pending = self.waiting.iter().filter(|sequence| !sequence.received).map(|sequence| sequence.own);
-        let running = self.running.iter().filter(|sequence| !sequence.is_decoding()).map(Sequence::remaining);
+        let running = self.running.iter().filter(|sequence| !sequence.is_decoding()).map(SimulatedSequence::remaining);
         let has_prefilled = self.long_steps > 0;
         let rate = self.device.prefill_tokens_per_second / self.slower;
         Load {

@@ -5,18 +5,29 @@ mod support;
 use std::time::Duration;
 use support::{Figures, documents, figures};
 use tandem_router::PrefillPlace;
-use tandem_simulator::{Cluster, Device, Policy, Size};
+use tandem_simulator::{RoutingRule, SimulatedCluster, SimulatedDevice, Size};
 
 /// Returns the cluster of the documents benchmark: four prefill workers that can cache 15 documents each, at 20,000 tokens/s.
-fn cluster(capacity_blocks: u64, concurrency: usize, seed: u64) -> Cluster {
-    let device = Device { capacity_tokens: capacity_blocks * 64, decode_step: Duration::from_millis(50), ..Device::default() };
+fn cluster(capacity_blocks: u64, concurrency: usize, seed: u64) -> SimulatedCluster {
+    let device = SimulatedDevice {
+        capacity_tokens: capacity_blocks * 64,
+        decode_step: Duration::from_millis(50),
+        ..SimulatedDevice::default()
+    };
     let size = Size::Split { prefill: 4, decode: 4 };
     let prefill = PrefillPlace::Remote;
-    Cluster { device, block_tokens: 64, prefill, concurrency: Some(concurrency), seed, ..Cluster::new(Policy::Tandem, size) }
+    SimulatedCluster {
+        device,
+        block_tokens: 64,
+        prefill,
+        concurrency: Some(concurrency),
+        seed,
+        ..SimulatedCluster::new(RoutingRule::Tandem, size)
+    }
 }
 
-fn blind(cluster: &Cluster) -> Cluster {
-    Cluster { policy: Policy::FewestRequests, ..cluster.clone() }
+fn blind(cluster: &SimulatedCluster) -> SimulatedCluster {
+    SimulatedCluster { policy: RoutingRule::FewestRequests, ..cluster.clone() }
 }
 
 #[test]
@@ -54,11 +65,13 @@ fn prompts_without_common_prefix_wait_no_longer_than_with_fewest_requests() {
 #[test]
 fn recorded_conversations_wait_less_than_with_baselines_and_load_is_balanced() {
     let Some(prompts) = support::recorded(1_500, 1.5, 1) else { return };
-    let device = Device { capacity_tokens: 2_048 * 512, prefill_tokens_per_second: 20_000.0, ..Device::default() };
+    let device =
+        SimulatedDevice { capacity_tokens: 2_048 * 512, prefill_tokens_per_second: 20_000.0, ..SimulatedDevice::default() };
     let size = Size::Split { prefill: 8, decode: 8 };
-    let cluster = |policy| Cluster { device, prefill: PrefillPlace::Remote, seed: 1, ..Cluster::new(policy, size) };
-    let [aware, fewest, round_robin]: [Figures; 3] =
-        [Policy::Tandem, Policy::FewestRequests, Policy::RoundRobin].map(|policy| figures(&cluster(policy), &prompts));
+    let cluster =
+        |policy| SimulatedCluster { device, prefill: PrefillPlace::Remote, seed: 1, ..SimulatedCluster::new(policy, size) };
+    let [aware, fewest, round_robin]: [Figures; 3] = [RoutingRule::Tandem, RoutingRule::FewestRequests, RoutingRule::RoundRobin]
+        .map(|policy| figures(&cluster(policy), &prompts));
     let all = format!("{aware:?} {fewest:?} {round_robin:?}");
     assert!(aware.hit_rate > 2.0 * fewest.hit_rate.max(round_robin.hit_rate), "{all}");
     assert!(aware.ttft_mean_s < fewest.ttft_mean_s && aware.ttft_mean_s < round_robin.ttft_mean_s, "{all}");

@@ -5,13 +5,15 @@ mod support;
 use proptest::{collection::vec, prelude::*, sample::select};
 use std::{ops::ControlFlow, time::Duration};
 use support::{print, traffic};
-use tandem_load::report::{Answer, FailureClass, Outcome};
-use tandem_router::Role;
-use tandem_simulator::{Cluster, Device, Faults, Loss, Policy, RandomLosses, Request, Size, Totals, simulate};
+use tandem_load::report::{FailureClass, MeasuredAnswer, RequestOutcome};
+use tandem_router::WorkerRole;
+use tandem_simulator::{
+    Faults, Loss, RandomLosses, RoutingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size, Totals, simulate,
+};
 
 const BLOCK: u64 = 16;
 
-fn run(cluster: &Cluster, requests: &[Request]) -> (Vec<Outcome>, Totals) {
+fn run(cluster: &SimulatedCluster, requests: &[SimulatedRequest]) -> (Vec<RequestOutcome>, Totals) {
     let mut outcomes = Vec::new();
     let totals = simulate(cluster, requests.iter().cloned(), &mut |outcome| {
         outcomes.push(outcome.clone());
@@ -20,27 +22,27 @@ fn run(cluster: &Cluster, requests: &[Request]) -> (Vec<Outcome>, Totals) {
     (outcomes, totals)
 }
 
-fn answer(outcome: &Outcome) -> &Answer {
+fn answer(outcome: &RequestOutcome) -> &MeasuredAnswer {
     outcome.result.as_ref().expect("the request is answered")
 }
 
 /// Returns the cluster without this worker from the time `at_us` on.
-fn without(cluster: &Cluster, worker: usize, at_us: u64, lasts: Option<Duration>) -> Cluster {
+fn without(cluster: &SimulatedCluster, worker: usize, at_us: u64, lasts: Option<Duration>) -> SimulatedCluster {
     let mut lost = cluster.clone();
     lost.faults.losses.push(Loss { worker, at: Duration::from_micros(at_us), lasts });
     lost
 }
 
-fn request(at_ms: u64, blocks: std::ops::Range<u64>, answer_tokens: u64) -> Request {
+fn request(at_ms: u64, blocks: std::ops::Range<u64>, answer_tokens: u64) -> SimulatedRequest {
     let prompt_tokens = ((blocks.end - blocks.start) * BLOCK + 4) as u32;
-    Request { at: Duration::from_millis(at_ms), prompt_tokens, blocks: blocks.collect(), answer_tokens, max_tokens: 0 }
+    SimulatedRequest { at: Duration::from_millis(at_ms), prompt_tokens, blocks: blocks.collect(), answer_tokens, max_tokens: 0 }
 }
 
 #[test]
 fn answer_is_continued_on_another_worker_after_the_tokens_that_the_client_has() {
-    for policy in [Policy::Tandem, Policy::Dynamo, Policy::RoundRobin] {
-        let device = Device { step_tokens: 100, ..Device::default() };
-        let cluster = Cluster { device, block_tokens: BLOCK, ..Cluster::new(policy, Size::Mixed(2)) };
+    for policy in [RoutingRule::Tandem, RoutingRule::Dynamo, RoutingRule::RoundRobin] {
+        let device = SimulatedDevice { step_tokens: 100, ..SimulatedDevice::default() };
+        let cluster = SimulatedCluster { device, block_tokens: BLOCK, ..SimulatedCluster::new(policy, Size::Mixed(2)) };
         let requests = [request(0, 0..6, 20)];
         let (undisturbed, _) = run(&cluster, &requests);
         let first = answer(&undisturbed[0]).decode_worker.clone().expect("the worker is known");
@@ -59,8 +61,12 @@ fn answer_is_continued_on_another_worker_after_the_tokens_that_the_client_has() 
 
 #[test]
 fn prompt_whose_worker_is_lost_before_the_first_token_is_placed_again() {
-    let device = Device { step_tokens: 100, prefill_tokens_per_second: 1_000.0, ..Device::default() };
-    let cluster = Cluster { device, block_tokens: BLOCK, ..Cluster::new(Policy::Tandem, Size::Split { prefill: 1, decode: 2 }) };
+    let device = SimulatedDevice { step_tokens: 100, prefill_tokens_per_second: 1_000.0, ..SimulatedDevice::default() };
+    let cluster = SimulatedCluster {
+        device,
+        block_tokens: BLOCK,
+        ..SimulatedCluster::new(RoutingRule::Tandem, Size::Split { prefill: 1, decode: 2 })
+    };
     let requests = [request(0, 0..60, 3)];
     // Prefill workers are 0, decode workers are 1 and 2. The prompt takes almost a second.
     let lose = |worker| run(&without(&cluster, worker, 400_000, None), &requests);
@@ -78,7 +84,7 @@ fn prompt_whose_worker_is_lost_before_the_first_token_is_placed_again() {
 
 #[test]
 fn worker_returns_with_an_empty_cache_and_takes_requests() {
-    let cluster = Cluster { block_tokens: BLOCK, ..Cluster::new(Policy::Tandem, Size::Mixed(1)) };
+    let cluster = SimulatedCluster { block_tokens: BLOCK, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(1)) };
     let requests = [request(0, 0..6, 2), request(5_000, 0..6, 2), request(20_000, 0..6, 2), request(25_000, 0..6, 2)];
     let lost = without(&cluster, 0, 10_000_000, Some(Duration::from_secs(5)));
     let (outcomes, _) = run(&lost, &requests);
@@ -92,7 +98,7 @@ fn worker_returns_with_an_empty_cache_and_takes_requests() {
 
 #[test]
 fn request_fails_when_all_its_workers_were_lost() {
-    let mut cluster = Cluster { block_tokens: BLOCK, ..Cluster::new(Policy::Tandem, Size::Mixed(1)) };
+    let mut cluster = SimulatedCluster { block_tokens: BLOCK, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(1)) };
     let forever = Loss { worker: 0, at: Duration::from_millis(50), lasts: None };
     cluster.faults.losses.push(forever);
     let (outcomes, totals) = run(&cluster, &[request(0, 0..6, 100)]);
@@ -103,10 +109,10 @@ fn request_fails_when_all_its_workers_were_lost() {
 #[test]
 fn lost_workers_and_slow_workers_lengthen_waits_but_no_request_fails() {
     let requests = traffic::conversations(500, 1.5, 4.0, 1);
-    let cluster = Cluster { seed: 1, ..Cluster::new(Policy::Tandem, Size::Mixed(8)) };
+    let cluster = SimulatedCluster { seed: 1, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(8)) };
     let random = RandomLosses { every: Duration::from_secs(10), lasts: Duration::from_secs(10) };
     let faults = Faults { random: Some(random), ..Faults::default() };
-    let lost = Cluster { faults, ..cluster.clone() };
+    let lost = SimulatedCluster { faults, ..cluster.clone() };
     let mut slow = cluster.clone();
     slow.workers[0].slower = 4.0;
     let calm = support::figures(&cluster, &requests);
@@ -125,36 +131,37 @@ fn lost_workers_and_slow_workers_lengthen_waits_but_no_request_fails() {
     assert!(totals.losses > 5 && totals.resumed > 50 && totals.retried > 0, "{totals:?}");
 }
 
-fn requests() -> impl Strategy<Value = Vec<Request>> {
+fn requests() -> impl Strategy<Value = Vec<SimulatedRequest>> {
     let one = (0..100_u64, vec(0..3_u64, 0..12), 1..=BLOCK as u32, 1..40_u64);
     vec(one, 1..40).prop_map(|all| {
         let mut at = 0;
         let requests = all.into_iter().map(|(gap, blocks, rest, answer_tokens)| {
             at += gap;
             let prompt_tokens = blocks.len() as u32 * BLOCK as u32 + rest;
-            Request { at: Duration::from_millis(at), prompt_tokens, blocks: blocks.into(), answer_tokens, max_tokens: 0 }
+            SimulatedRequest { at: Duration::from_millis(at), prompt_tokens, blocks: blocks.into(), answer_tokens, max_tokens: 0 }
         });
         requests.collect()
     })
 }
 
 /// Returns clusters with at least two decode workers, and their faults.
-fn cluster() -> impl Strategy<Value = Cluster> {
+fn cluster() -> impl Strategy<Value = SimulatedCluster> {
     let size = prop_oneof![
         (2..5_usize).prop_map(Size::Mixed),
         (1..3_usize, 2..4_usize).prop_map(|(prefill, decode)| Size::Split { prefill, decode }),
     ];
     let loss = (0..5_usize, 0..1_000_u64, prop::option::of(1..500_u64));
     let random = prop::option::of((1..300_u64, 1..300_u64));
-    let policy = select(vec![Policy::Tandem, Policy::RoundRobin, Policy::Dynamo, Policy::LlmD, Policy::Sglang]);
+    let policy =
+        select(vec![RoutingRule::Tandem, RoutingRule::RoundRobin, RoutingRule::Dynamo, RoutingRule::LlmD, RoutingRule::Sglang]);
     (size, policy, 16..40_u64, 1..5_usize, 8..300_u64, any::<u64>(), vec(loss, 0..4), random).prop_map(
         |(size, policy, blocks, sequences_max, step_tokens, seed, losses, random)| {
-            let device = Device {
+            let device = SimulatedDevice {
                 capacity_tokens: blocks * BLOCK,
                 sequences_max,
                 step_tokens,
                 prefill_tokens_per_second: 2_000.0,
-                ..Device::default()
+                ..SimulatedDevice::default()
             };
             let ms = Duration::from_millis;
             let losses = losses.into_iter().map(|(worker, at, lasts)| Loss {
@@ -164,7 +171,7 @@ fn cluster() -> impl Strategy<Value = Cluster> {
             });
             let random = random.map(|(every, lasts)| RandomLosses { every: ms(every), lasts: ms(lasts) });
             let faults = Faults { losses: losses.collect(), random };
-            Cluster { device, block_tokens: BLOCK, seed, faults, ..Cluster::new(policy, size) }
+            SimulatedCluster { device, block_tokens: BLOCK, seed, faults, ..SimulatedCluster::new(policy, size) }
         },
     )
 }
@@ -193,12 +200,12 @@ proptest! {
 
     #[test]
     fn no_request_is_lost_with_two_workers_if_a_decode_worker_remains(cluster in cluster(), requests in requests(), kept in 0..5_usize) {
-        let decode: Vec<usize> = (0..cluster.workers.len()).filter(|at| cluster.workers[*at].role == Role::Decode).collect();
+        let decode: Vec<usize> = (0..cluster.workers.len()).filter(|at| cluster.workers[*at].role == WorkerRole::Decode).collect();
         let kept = decode[kept % decode.len()];
         let mut losses = cluster.faults.losses.clone();
         losses.retain(|loss| loss.worker != kept);
         losses.truncate(2);
-        let (outcomes, totals) = run(&Cluster { faults: Faults { losses, random: None }, ..cluster }, &requests);
+        let (outcomes, totals) = run(&SimulatedCluster { faults: Faults { losses, random: None }, ..cluster }, &requests);
         prop_assert!(totals.losses <= 2);
         let mut asked: Vec<_> = requests.iter().map(|request| (u64::from(request.prompt_tokens), request.answer_tokens)).collect();
         let mut answered = Vec::new();

@@ -2,15 +2,22 @@
 
 use proptest::{collection::vec, prelude::*, sample::select};
 use std::{collections::BTreeMap, ops::ControlFlow, time::Duration};
-use tandem_load::report::{FailureClass, Outcome};
+use tandem_load::report::{FailureClass, RequestOutcome};
 use tandem_router::PrefillPlace;
-use tandem_simulator::{Cluster, Device, Policy, Request, Size, Totals, simulate};
+use tandem_simulator::{RoutingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size, Totals, simulate};
 
 const BLOCK: u64 = 16;
-const POLICIES: [Policy; 7] =
-    [Policy::Tandem, Policy::RoundRobin, Policy::Random, Policy::FewestRequests, Policy::Dynamo, Policy::LlmD, Policy::Sglang];
+const POLICIES: [RoutingRule; 7] = [
+    RoutingRule::Tandem,
+    RoutingRule::RoundRobin,
+    RoutingRule::Random,
+    RoutingRule::FewestRequests,
+    RoutingRule::Dynamo,
+    RoutingRule::LlmD,
+    RoutingRule::Sglang,
+];
 
-fn run(cluster: &Cluster, requests: &[Request]) -> (Vec<Outcome>, Totals) {
+fn run(cluster: &SimulatedCluster, requests: &[SimulatedRequest]) -> (Vec<RequestOutcome>, Totals) {
     let mut outcomes = Vec::new();
     let totals = simulate(cluster, requests.iter().cloned(), &mut |outcome| {
         outcomes.push(outcome.clone());
@@ -19,7 +26,7 @@ fn run(cluster: &Cluster, requests: &[Request]) -> (Vec<Outcome>, Totals) {
     (outcomes, totals)
 }
 
-fn requests() -> impl Strategy<Value = Vec<Request>> {
+fn requests() -> impl Strategy<Value = Vec<SimulatedRequest>> {
     // Few ids, so that prompts have prefixes in common; gaps of up to 100 ms, so that requests queue.
     let one = (0..100_u64, vec(0..3_u64, 0..12), 1..=BLOCK as u32, 1..40_u64);
     vec(one, 1..40).prop_map(|all| {
@@ -28,13 +35,13 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
             at += gap;
             let prompt_tokens = blocks.len() as u32 * BLOCK as u32 + rest;
             // If the rest fills a block, the prompt's last block is full, but the trace need not name it.
-            Request { at: Duration::from_millis(at), prompt_tokens, blocks: blocks.into(), answer_tokens, max_tokens: 0 }
+            SimulatedRequest { at: Duration::from_millis(at), prompt_tokens, blocks: blocks.into(), answer_tokens, max_tokens: 0 }
         });
         requests.collect()
     })
 }
 
-fn cluster() -> impl Strategy<Value = Cluster> {
+fn cluster() -> impl Strategy<Value = SimulatedCluster> {
     let size = prop_oneof![
         (1..5_usize).prop_map(Size::Mixed),
         (1..3_usize, 1..4_usize).prop_map(|(prefill, decode)| Size::Split { prefill, decode }),
@@ -42,14 +49,14 @@ fn cluster() -> impl Strategy<Value = Cluster> {
     let place = select(vec![PrefillPlace::Auto, PrefillPlace::Local]);
     (size, select(POLICIES.to_vec()), place, 4..24_u64, 1..5_usize, 8..300_u64, any::<u64>(), prop::option::of(1..6_usize))
         .prop_map(|(size, policy, prefill, blocks, sequences_max, step_tokens, seed, concurrency)| {
-            let device = Device {
+            let device = SimulatedDevice {
                 capacity_tokens: blocks * BLOCK,
                 sequences_max,
                 step_tokens,
                 prefill_tokens_per_second: 2_000.0,
-                ..Device::default()
+                ..SimulatedDevice::default()
             };
-            Cluster { device, block_tokens: BLOCK, prefill, seed, concurrency, ..Cluster::new(policy, size) }
+            SimulatedCluster { device, block_tokens: BLOCK, prefill, seed, concurrency, ..SimulatedCluster::new(policy, size) }
         })
 }
 
@@ -103,10 +110,10 @@ proptest! {
     /// The times of a single request are known exactly.
     #[test]
     fn lonely_request_takes_the_time_of_its_steps(policy in select(POLICIES.to_vec()), blocks in 0..60_u64, answer_tokens in 1..50_u64) {
-        let device = Device { step_tokens: 100, ..Device::default() };
-        let cluster = Cluster { device, block_tokens: BLOCK, ..Cluster::new(policy, Size::Mixed(3)) };
+        let device = SimulatedDevice { step_tokens: 100, ..SimulatedDevice::default() };
+        let cluster = SimulatedCluster { device, block_tokens: BLOCK, ..SimulatedCluster::new(policy, Size::Mixed(3)) };
         let prompt = blocks * BLOCK + 5;
-        let request = Request {
+        let request = SimulatedRequest {
             at: Duration::from_secs(1),
             prompt_tokens: prompt as u32,
             blocks: (0..blocks).collect(),
@@ -125,8 +132,8 @@ proptest! {
 fn second_request_finds_the_blocks_of_the_first() {
     for policy in POLICIES {
         for size in [Size::Mixed(1), Size::Split { prefill: 1, decode: 1 }] {
-            let cluster = Cluster { block_tokens: BLOCK, ..Cluster::new(policy, size) };
-            let request = |at, blocks: &[u64]| Request {
+            let cluster = SimulatedCluster { block_tokens: BLOCK, ..SimulatedCluster::new(policy, size) };
+            let request = |at, blocks: &[u64]| SimulatedRequest {
                 at: Duration::from_secs(at),
                 prompt_tokens: (blocks.len() as u64 * BLOCK) as u32,
                 blocks: blocks.into(),
@@ -145,14 +152,23 @@ fn second_request_finds_the_blocks_of_the_first() {
 
 #[test]
 fn transfer_delays_the_first_token_only_by_its_last_chunk() {
-    let device = Device { step_tokens: 160, prefill_tokens_per_second: 1_000.0, ..Device::default() };
+    let device = SimulatedDevice { step_tokens: 160, prefill_tokens_per_second: 1_000.0, ..SimulatedDevice::default() };
     let size = Size::Split { prefill: 1, decode: 1 };
     let ttft = |transfer_bytes_per_second: f64| {
-        let device = Device { transfer_bytes_per_second, ..device };
-        let cluster =
-            Cluster { device, block_tokens: BLOCK, prefill: PrefillPlace::Remote, ..Cluster::new(Policy::Tandem, size) };
-        let request =
-            Request { at: Duration::ZERO, prompt_tokens: 330, blocks: (0..20).collect(), answer_tokens: 1, max_tokens: 0 };
+        let device = SimulatedDevice { transfer_bytes_per_second, ..device };
+        let cluster = SimulatedCluster {
+            device,
+            block_tokens: BLOCK,
+            prefill: PrefillPlace::Remote,
+            ..SimulatedCluster::new(RoutingRule::Tandem, size)
+        };
+        let request = SimulatedRequest {
+            at: Duration::ZERO,
+            prompt_tokens: 330,
+            blocks: (0..20).collect(),
+            answer_tokens: 1,
+            max_tokens: 0,
+        };
         run(&cluster, &[request]).0[0].ttft().expect("it is answered").as_micros()
     };
     // Three chunks of 160, 160 and 9 tokens, a transfer, and a decode step that computes the last token.
@@ -165,9 +181,9 @@ fn transfer_delays_the_first_token_only_by_its_last_chunk() {
 
 #[test]
 fn sequence_without_blocks_is_preempted_and_ends() {
-    let device = Device { capacity_tokens: 12 * BLOCK, ..Device::default() };
-    let cluster = Cluster { device, block_tokens: BLOCK, ..Cluster::new(Policy::Tandem, Size::Mixed(1)) };
-    let request = |id: u64| Request {
+    let device = SimulatedDevice { capacity_tokens: 12 * BLOCK, ..SimulatedDevice::default() };
+    let cluster = SimulatedCluster { device, block_tokens: BLOCK, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(1)) };
+    let request = |id: u64| SimulatedRequest {
         at: Duration::ZERO,
         prompt_tokens: 2 * BLOCK as u32,
         blocks: [id, id + 1].into(),

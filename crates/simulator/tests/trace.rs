@@ -6,7 +6,9 @@ use tandem_load::{
     trace::{Trace, TraceSettings},
 };
 use tandem_router::PrefillPlace;
-use tandem_simulator::{Cluster, Device, Plan, PlanSettings, Policy, Replay, SimulateError, Size, plan, replay};
+use tandem_simulator::{
+    ClusterPlan, PlanSettings, Replay, RoutingRule, SimulateError, SimulatedCluster, SimulatedDevice, Size, plan, replay,
+};
 
 /// A trace and its file.
 struct TraceFile(Trace, #[allow(dead_code, reason = "the file is removed when it is dropped")] tempfile::NamedTempFile);
@@ -36,12 +38,12 @@ fn steady(count: u64, gap_ms: u64) -> TraceFile {
     open(&text)
 }
 
-fn simulation(trace: &Trace, cluster: Cluster) -> Replay<'_> {
+fn simulation(trace: &Trace, cluster: SimulatedCluster) -> Replay<'_> {
     Replay { trace, cluster, speed: 1.0, slo: Slo::default() }
 }
 
-fn mixed(workers: usize) -> Cluster {
-    Cluster::new(Policy::Tandem, Size::Mixed(workers))
+fn mixed(workers: usize) -> SimulatedCluster {
+    SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(workers))
 }
 
 fn run(replayed: &Replay<'_>) -> Result<Report, SimulateError> {
@@ -52,7 +54,7 @@ fn run(replayed: &Replay<'_>) -> Result<Report, SimulateError> {
 fn report_has_all_requests_workers_and_settings() {
     let trace = steady(20, 1_000);
     let mut seen = Vec::new();
-    let cluster = Cluster::new(Policy::Dynamo, Size::Split { prefill: 2, decode: 3 });
+    let cluster = SimulatedCluster::new(RoutingRule::Dynamo, Size::Split { prefill: 2, decode: 3 });
     let report = replay(&simulation(&trace, cluster), &mut |state| seen.push(state.ended)).expect("the trace can be simulated");
     assert_eq!(
         (report.requests.sent, report.requests.answered, report.tokens.prompt, report.tokens.output),
@@ -71,7 +73,8 @@ fn speed_and_concurrency_change_the_times_of_arrival() {
     let trace = steady(20, 1_000);
     let faster = run(&Replay { speed: 10.0, ..simulation(&trace, mixed(4)) }).expect("the trace can be simulated");
     assert!(faster.seconds > 1.9 && faster.seconds < 2.2, "{}", faster.seconds);
-    let closed = run(&simulation(&trace, Cluster { concurrency: Some(1), ..mixed(4) })).expect("the trace can be simulated");
+    let closed =
+        run(&simulation(&trace, SimulatedCluster { concurrency: Some(1), ..mixed(4) })).expect("the trace can be simulated");
     let ttft = closed.ttft.expect("all are answered");
     // The prefill of 1,023 tokens takes 55.15 ms, and eleven steps of 6.1 ms follow.
     assert!((ttft.mean_ms - 61.25).abs() < 1e-6 && ttft.max_ms == 61.25, "{ttft:?}");
@@ -82,17 +85,20 @@ fn speed_and_concurrency_change_the_times_of_arrival() {
 fn what_cannot_be_simulated_is_refused() {
     let (timed, untimed) = (steady(1, 0), open("{\"input_length\": 5, \"output_length\": 1, \"hash_ids\": []}\n"));
     let chat = open("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], \"timestamp\": 1}\n");
-    let with = |device| Cluster { device, ..mixed(1) };
-    let only_prefill = Cluster::new(Policy::Tandem, Size::Split { prefill: 1, decode: 0 });
-    let slow = Device { prefill_tokens_per_second: 1e-300, ..Device::default() };
+    let with = |device| SimulatedCluster { device, ..mixed(1) };
+    let only_prefill = SimulatedCluster::new(RoutingRule::Tandem, Size::Split { prefill: 1, decode: 0 });
+    let slow = SimulatedDevice { prefill_tokens_per_second: 1e-300, ..SimulatedDevice::default() };
     for (replayed, expected) in [
         (simulation(&chat, mixed(1)), "no `hash_ids`"),
         (simulation(&untimed, mixed(1)), "set --concurrency"),
-        (simulation(&timed, with(Device { capacity_tokens: 511, ..Device::default() })), "smaller than a block of 512"),
+        (
+            simulation(&timed, with(SimulatedDevice { capacity_tokens: 511, ..SimulatedDevice::default() })),
+            "smaller than a block of 512",
+        ),
         (simulation(&timed, only_prefill), "no decode worker"),
         (simulation(&timed, with(slow)), "longer than 10000 days"),
         (Replay { speed: 1e-300, ..simulation(&steady(2, 1), mixed(1)) }, "longer than 10000 days"),
-        (simulation(&timed, Cluster { prefill: PrefillPlace::Remote, ..mixed(1) }), "set --prefill-workers"),
+        (simulation(&timed, SimulatedCluster { prefill: PrefillPlace::Remote, ..mixed(1) }), "set --prefill-workers"),
     ] {
         let error = run(&replayed).expect_err("it is refused").to_string();
         assert!(error.contains(expected), "{error}");
@@ -102,11 +108,12 @@ fn what_cannot_be_simulated_is_refused() {
 #[test]
 fn untimed_trace_can_be_simulated_in_a_closed_loop() {
     let trace = open("{\"input_length\": 5, \"output_length\": 1, \"hash_ids\": []}\n");
-    let report = run(&simulation(&trace, Cluster { concurrency: Some(2), ..mixed(1) })).expect("the trace can be simulated");
+    let report =
+        run(&simulation(&trace, SimulatedCluster { concurrency: Some(2), ..mixed(1) })).expect("the trace can be simulated");
     assert_eq!(report.requests.answered, 1);
 }
 
-fn search(trace: &Trace, slo: Slo, share: f64, workers_max: usize) -> Plan {
+fn search(trace: &Trace, slo: Slo, share: f64, workers_max: usize) -> ClusterPlan {
     let replayed = Replay { slo, ..simulation(trace, mixed(1)) };
     plan(&replayed, &PlanSettings { share, workers_max }, &mut |_, _| {}).expect("the trace can be simulated")
 }

@@ -5,40 +5,41 @@
 mod support;
 
 use support::{Figures, figures, print, recorded, traffic};
-use tandem_router::{Costs, PrefillPlace, Role};
-use tandem_simulator::{Cluster, Device, Policy, Request, Size};
+use tandem_router::{Costs, PrefillPlace, WorkerRole};
+use tandem_simulator::{RoutingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size};
 
 /// The rules that this router's own is compared with.
-const OTHER_POLICIES: [Policy; 5] = [Policy::Dynamo, Policy::Sglang, Policy::LlmD, Policy::FewestRequests, Policy::RoundRobin];
+const OTHER_POLICIES: [RoutingRule; 5] =
+    [RoutingRule::Dynamo, RoutingRule::Sglang, RoutingRule::LlmD, RoutingRule::FewestRequests, RoutingRule::RoundRobin];
 
 /// A cluster and its traffic.
 struct Case {
     name: &'static str,
-    world: Cluster,
+    world: SimulatedCluster,
     /// How many times as fast as recorded requests arrive, and how many times as long their answers are.
     faster: f64,
     answers: u64,
 }
 
 /// Returns eight equal workers that prefill and decode, with 512 k tokens of KV each.
-fn world() -> Cluster {
-    Cluster { seed: 1, ..Cluster::new(Policy::Tandem, Size::Mixed(8)) }
+fn world() -> SimulatedCluster {
+    SimulatedCluster { seed: 1, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(8)) }
 }
 
-fn with_capacity(capacity_blocks: u64) -> Cluster {
-    let device = Device { capacity_tokens: capacity_blocks * 512, ..Device::default() };
-    Cluster { device, ..world() }
+fn with_capacity(capacity_blocks: u64) -> SimulatedCluster {
+    let device = SimulatedDevice { capacity_tokens: capacity_blocks * 512, ..SimulatedDevice::default() };
+    SimulatedCluster { device, ..world() }
 }
 
 /// Returns the cluster with one worker that is four times slower than the others.
-fn one_slow_worker() -> Cluster {
+fn one_slow_worker() -> SimulatedCluster {
     let mut cluster = world();
     cluster.workers[0].slower = 4.0;
     cluster
 }
 
 /// Returns the cluster in which this number of the eight workers only prefill, for the others.
-fn mixed_roles(prefill: usize) -> Cluster {
+fn mixed_roles(prefill: usize) -> SimulatedCluster {
     world().with_size(Size::Split { prefill, decode: 8 - prefill })
 }
 
@@ -59,8 +60,8 @@ fn cases() -> Vec<Case> {
 const SEEDS: std::ops::RangeInclusive<u64> = 1..=5;
 
 /// Returns the median of each figure over several seeds of the tie-break.
-fn medians(world: &Cluster, prompts: &[Request]) -> Figures {
-    let all: Vec<Figures> = SEEDS.map(|seed| figures(&Cluster { seed, ..world.clone() }, prompts)).collect();
+fn medians(world: &SimulatedCluster, prompts: &[SimulatedRequest]) -> Figures {
+    let all: Vec<Figures> = SEEDS.map(|seed| figures(&SimulatedCluster { seed, ..world.clone() }, prompts)).collect();
     let median = |of: fn(&Figures) -> f64| {
         let mut values: Vec<f64> = all.iter().map(of).collect();
         values.sort_by(f64::total_cmp);
@@ -80,12 +81,12 @@ fn medians(world: &Cluster, prompts: &[Request]) -> Figures {
 }
 
 /// Returns the outcome with this router's policy and the lowest values of the other rules. Prints all of them.
-fn compare(what: &str, world: &Cluster, prompts: &[Request]) -> (Figures, Figures) {
+fn compare(what: &str, world: &SimulatedCluster, prompts: &[SimulatedRequest]) -> (Figures, Figures) {
     let ours = medians(world, prompts);
     print(&format!("{what}, Tandem"), &ours);
     let mut best = Figures { ttft_mean_s: f64::INFINITY, ttft_p99_s: f64::INFINITY, end_mean_s: f64::INFINITY, ..ours };
     for policy in OTHER_POLICIES {
-        let outcome = medians(&Cluster { policy, ..world.clone() }, prompts);
+        let outcome = medians(&SimulatedCluster { policy, ..world.clone() }, prompts);
         print(&format!("{what}, {}", policy.name()), &outcome);
         best.ttft_mean_s = best.ttft_mean_s.min(outcome.ttft_mean_s);
         best.ttft_p99_s = best.ttft_p99_s.min(outcome.ttft_p99_s);
@@ -95,12 +96,12 @@ fn compare(what: &str, world: &Cluster, prompts: &[Request]) -> (Figures, Figure
 }
 
 /// Asserts that requests wait no longer with this router's policy than with the best other rule, up to these factors.
-fn assert_no_rule_is_better(Case { name, world, .. }: &Case, prompts: &[Request], mean_max: f64, p99_max: f64) {
+fn assert_no_rule_is_better(Case { name, world, .. }: &Case, prompts: &[SimulatedRequest], mean_max: f64, p99_max: f64) {
     let (ours, best) = compare(name, world, prompts);
     assert!(ours.ttft_mean_s <= mean_max * best.ttft_mean_s, "{name}: {ours:?} {best:?}");
     assert!(ours.ttft_p99_s <= p99_max * best.ttft_p99_s, "{name}: {ours:?} {best:?}");
     // With prefill workers the other rules never prefill on a decode worker. So they delay no running answer, and first tokens wait longer.
-    if world.workers.iter().all(|worker| worker.role == Role::Decode) {
+    if world.workers.iter().all(|worker| worker.role == WorkerRole::Decode) {
         assert!(ours.end_mean_s <= 1.05 * best.end_mean_s, "{name}: {ours:?} {best:?}");
     }
 }
@@ -129,7 +130,7 @@ fn prompts_are_prefilled_on_decode_workers_only_where_this_delays_answers_little
     for (prefill, decode, faster) in [(6, 2, 1.0), (6, 3, 1.0), (4, 4, 1.0), (6, 2, 2.0)] {
         let prompts = traffic::conversations(1_000, faster, 1.0, 1);
         let auto = world().with_size(Size::Split { prefill, decode });
-        let remote = Cluster { prefill: PrefillPlace::Remote, ..auto.clone() };
+        let remote = SimulatedCluster { prefill: PrefillPlace::Remote, ..auto.clone() };
         let what = format!("{prefill} prefill, {decode} decode, {faster} times as fast");
         let (auto, remote) = (medians(&auto, &prompts), medians(&remote, &prompts));
         print(&format!("{what}, auto"), &auto);
@@ -145,7 +146,7 @@ fn prompts_are_prefilled_on_decode_workers_only_where_this_delays_answers_little
 fn decode_workers_help_saturated_prefill_workers() {
     let prompts = traffic::conversations(1_000, 3.0, 1.0, 1);
     let auto = world().with_size(Size::Split { prefill: 2, decode: 6 });
-    let remote = Cluster { prefill: PrefillPlace::Remote, ..auto.clone() };
+    let remote = SimulatedCluster { prefill: PrefillPlace::Remote, ..auto.clone() };
     let (auto, remote) = (figures(&auto, &prompts), figures(&remote, &prompts));
     assert!(auto.ttft_mean_s < 0.2 * remote.ttft_mean_s && auto.end_mean_s < 0.5 * remote.end_mean_s, "{auto:?} {remote:?}");
 }
@@ -156,7 +157,7 @@ fn answer_preference_exchanges_first_tokens_for_the_speed_of_answers() {
     let prompts = traffic::conversations(1_000, 3.0, 1.0, 1);
     let with = |answer_preference| {
         let costs = Costs { answer_preference, ..Costs::default() };
-        let found = medians(&Cluster { costs, ..mixed_roles(4) }, &prompts);
+        let found = medians(&SimulatedCluster { costs, ..mixed_roles(4) }, &prompts);
         print(&format!("a millisecond of an answer counts {answer_preference}"), &found);
         found
     };

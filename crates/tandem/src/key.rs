@@ -48,7 +48,7 @@ pub struct AddArgs {
     name: String,
     #[command(flatten)]
     file: KeyFile,
-    /// Account to which requests with the key are billed. Keys of one account share cached KV [default: the key's name]
+    /// Account for which requests with the key are counted. Keys of one account share cached KV [default: the key's name]
     #[arg(long, value_name = "NAME")]
     account: Option<String>,
     /// How many requests a minute the key may send, on each frontend [default: no limit]

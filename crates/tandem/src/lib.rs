@@ -23,5 +23,5 @@ mod text_table;
 #[cfg(feature = "top")]
 pub mod top;
 
-pub use cluster::{Cluster, Process, Served, StartError, Worker};
+pub use cluster::{Cluster, Process, ServedProcess, StartError, Worker};
 pub use run::{print_error, run};

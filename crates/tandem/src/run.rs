@@ -5,7 +5,7 @@ use crate::chat;
 #[cfg(feature = "top")]
 use crate::top;
 use crate::{
-    Cluster, Process, Served, StartError, audit, cert,
+    Cluster, Process, ServedProcess, StartError, audit, cert,
     cli::{AuditCommand, Cli, Command, RouteCommand, Serve},
     explain, key, ready,
     serve::{self, print, printable},
@@ -119,7 +119,7 @@ fn run_or_print<R, S, F>(
 ) -> anyhow::Result<()>
 where
     R: clap::Args + serde::Serialize,
-    S: Served,
+    S: ServedProcess,
     F: Future<Output = Result<S, StartError>>,
 {
     if command.print_config {

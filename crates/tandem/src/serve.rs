@@ -1,7 +1,7 @@
 //! Runs a serving process: its introduction on stdout, signals, and draining.
 
 use crate::{
-    cluster::{Served, StartError},
+    cluster::{ServedProcess, StartError},
     files,
     settings::TelemetryArgs,
 };
@@ -21,7 +21,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 ///
 /// # Errors
 /// Fails if the log filter is invalid, if the start fails, if one of the process's services fails, or if a second signal ends the draining.
-pub fn run<S: Served>(
+pub fn run<S: ServedProcess>(
     telemetry: &TelemetryArgs,
     (delay, grace): (Duration, Duration),
     changed: &str,
@@ -38,7 +38,7 @@ pub fn run<S: Served>(
     done
 }
 
-async fn serve<S: Served>(
+async fn serve<S: ServedProcess>(
     delay: Duration,
     grace: Duration,
     start: impl Future<Output = Result<S, StartError>>,

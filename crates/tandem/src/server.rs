@@ -1,6 +1,6 @@
 //! The servers that commands connect to: how they are named, requests to them, and what answers at an address.
 
-use crate::http::{self, REPLY_TIMEOUT, Reply, read, with_key};
+use crate::http::{self, HttpReply, REPLY_TIMEOUT, read, with_key};
 use anyhow::{Context, Error, Result, anyhow, ensure};
 use std::{
     fmt, fs,
@@ -69,35 +69,35 @@ impl ServerArgs {
     ///
     /// # Errors
     /// The file of `--ca` has no certificate.
-    pub(crate) fn open(&self, key_env: Option<&str>) -> Result<Server> {
+    pub(crate) fn open(&self, key_env: Option<&str>) -> Result<HttpServer> {
         let ca = self.ca.as_deref().map_or_else(|| Ok(Vec::new()), certificates)?;
         let key = key_env.and_then(|name| std::env::var(name).ok()).filter(|key| !key.is_empty());
-        Ok(Server { address: self.server.clone(), key, ca })
+        Ok(HttpServer { address: self.server.clone(), key, ca })
     }
 }
 
 /// A server over HTTP.
-pub(crate) struct Server {
+pub(crate) struct HttpServer {
     pub(crate) address: ServerAddress,
     key: Option<String>,
     /// The certificates that may sign the server's certificate; empty: those of the public authorities.
     ca: Vec<Certificate<'static>>,
 }
 
-impl Server {
+impl HttpServer {
     /// Creates a server without a key, whose certificate a public authority has signed.
     pub(crate) fn new(address: ServerAddress) -> Self {
         Self { address, key: None, ca: Vec::new() }
     }
 
     /// Sends a GET.
-    pub(crate) fn get(&self, path: &str) -> Result<Reply, ureq::Error> {
+    pub(crate) fn get(&self, path: &str) -> Result<HttpReply, ureq::Error> {
         let request = http::agent(Some(REPLY_TIMEOUT), &self.ca).get(self.url(path));
         read(with_key(request, self.key.as_deref()).call()?)
     }
 
     /// Sends a POST with a body of JSON and one additional header.
-    pub(crate) fn post(&self, path: &str, header: (&str, &str), body: &str) -> Result<Reply, ureq::Error> {
+    pub(crate) fn post(&self, path: &str, header: (&str, &str), body: &str) -> Result<HttpReply, ureq::Error> {
         let request = with_key(http::agent(Some(REPLY_TIMEOUT), &self.ca).post(self.url(path)), self.key.as_deref());
         read(request.content_type("application/json").header(header.0, header.1).send(body)?)
     }

@@ -18,7 +18,7 @@ const ENTRY_BYTES: usize = 192;
 
 /// The entries of all namespaces. The entry that was used least recently is removed first.
 pub struct EncodingCache {
-    entries: Mutex<Entries>,
+    entries: Mutex<EncodingEntries>,
     /// 0: nothing is remembered.
     bytes_max: usize,
     hasher: RandomState,
@@ -35,12 +35,12 @@ pub struct EncodingMetrics {
     pub misses: Counter,
 }
 
-struct Entries {
-    by_hash: LruCache<u64, Arc<Entry>>,
+struct EncodingEntries {
+    by_hash: LruCache<u64, Arc<CachedEncoding>>,
     bytes: usize,
 }
 
-struct Entry {
+struct CachedEncoding {
     namespace: Namespace,
     first: bool,
     text: Box<str>,
@@ -57,7 +57,7 @@ pub struct NamespaceEncodings {
 impl EncodingCache {
     /// Returns an empty cache of at most this many bytes.
     pub fn new(bytes_max: usize, metrics: EncodingMetrics) -> Self {
-        let entries = Mutex::new(Entries { by_hash: LruCache::unbounded(), bytes: 0 });
+        let entries = Mutex::new(EncodingEntries { by_hash: LruCache::unbounded(), bytes: 0 });
         Self { entries, bytes_max, hasher: RandomState::default(), metrics }
     }
 
@@ -66,7 +66,7 @@ impl EncodingCache {
         NamespaceEncodings { cache: Arc::clone(self), namespace }
     }
 
-    fn insert(&self, hash: u64, entry: Entry) {
+    fn insert(&self, hash: u64, entry: CachedEncoding) {
         let bytes = entry.bytes();
         if bytes > self.bytes_max {
             return;
@@ -116,12 +116,12 @@ impl NamespaceEncodings {
         encode(ids)?;
         cache.metrics.misses.increment(text.len() as u64);
         let (namespace, text, ids) = (namespace.clone(), text.into(), ids[start..].into());
-        cache.insert(hash, Entry { namespace, first, text, ids });
+        cache.insert(hash, CachedEncoding { namespace, first, text, ids });
         Ok(())
     }
 }
 
-impl Entry {
+impl CachedEncoding {
     fn bytes(&self) -> usize {
         ENTRY_BYTES + self.text.len() + size_of_val(&*self.ids)
     }

@@ -25,7 +25,7 @@ use tandem_model::sim;
 /// The tokenizer of a model. It does not change.
 pub struct Tokenizer {
     encoder: Encoder,
-    tokens: Vec<Token>,
+    tokens: Vec<StoredToken>,
     /// Maximum number of bytes of text that one token stands for.
     pub token_bytes_max: usize,
     /// Finds the names of all special tokens, for texts in which such a name becomes the token's id.
@@ -38,7 +38,7 @@ pub struct Tokenizer {
     space_before: bool,
 }
 
-struct Token {
+struct StoredToken {
     /// The bytes of the token's text, or of a special token's name.
     bytes: Box<[u8]>,
     special: bool,
@@ -77,9 +77,9 @@ const GUARDS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 impl Tokenizer {
     /// Returns the tokenizer of `--engine sim`: each byte is a token.
     pub fn sim() -> Self {
-        let plain = (0..=u8::MAX).map(|byte| Token { bytes: [byte].into(), special: false });
-        let special = ["<|im_start|>", "<|im_end|>"].map(|name| Token { bytes: name.as_bytes().into(), special: true });
-        let tokens: Vec<Token> = plain.chain(special).collect();
+        let plain = (0..=u8::MAX).map(|byte| StoredToken { bytes: [byte].into(), special: false });
+        let special = ["<|im_start|>", "<|im_end|>"].map(|name| StoredToken { bytes: name.as_bytes().into(), special: true });
+        let tokens: Vec<StoredToken> = plain.chain(special).collect();
         debug_assert_eq!(tokens.len(), sim::VOCAB_SIZE);
         let names = [("<|im_start|>".to_owned(), sim::IM_START), ("<|im_end|>".to_owned(), sim::IM_END)];
         Self {
@@ -102,10 +102,10 @@ impl Tokenizer {
             let special = [kind::UNKNOWN, kind::CONTROL].contains(kind);
             let literal = special || *kind == kind::USER_DEFINED;
             let bytes = if literal { text.as_bytes().to_vec() } else { spelling.bytes(text) };
-            Token { bytes: bytes.into(), special }
+            StoredToken { bytes: bytes.into(), special }
         });
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
-        let tokens: Vec<Token> = all.collect();
+        let tokens: Vec<StoredToken> = all.collect();
         Ok(Self {
             token_bytes_max: token_bytes_max(&tokens) * encoder.shrinks(),
             encoder,
@@ -291,7 +291,7 @@ impl Literals {
     }
 }
 
-fn token_bytes_max(tokens: &[Token]) -> usize {
+fn token_bytes_max(tokens: &[StoredToken]) -> usize {
     tokens.iter().map(|token| token.bytes.len()).max().unwrap_or_default().max(1)
 }
 

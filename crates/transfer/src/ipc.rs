@@ -34,11 +34,11 @@ struct Inner {
     destination: Arc<dyn Destination>,
     backoff: PeerBackoff,
     lifetime: Lifetime,
-    state: Mutex<State>,
+    state: Mutex<ShareState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ShareState {
     peers: HashMap<String, Peer>,
     sources: HashMap<Ticket, Arc<dyn PeerMemory>>,
 }
@@ -215,7 +215,7 @@ impl Grant for WantsHandle {
     }
 }
 
-/// Owns a ticket's entry in [`State::sources`]. Dropping it removes the entry.
+/// Owns a ticket's entry in [`ShareState::sources`]. Dropping it removes the entry.
 struct Source {
     ticket: Ticket,
     receiver: IpcReceiver,

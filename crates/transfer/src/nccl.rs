@@ -4,7 +4,7 @@
 mod receiver;
 mod sender;
 
-pub(crate) use receiver::{Connection, NcclReceiver};
+pub(crate) use receiver::{NcclReceiver, PeerConnection};
 pub(crate) use sender::NcclSender;
 
 const LABEL: &str = "nccl";

@@ -34,9 +34,9 @@ pub struct SendSettings {
 
 /// The paths on which a prefill worker sends. This value is cheap to clone.
 #[derive(Clone)]
-pub struct SendPaths(Arc<Inner>);
+pub struct SendPaths(Arc<SendPathsState>);
 
-struct Inner {
+struct SendPathsState {
     instance_id: String,
     block_bytes: usize,
     channels: Channels,
@@ -68,7 +68,7 @@ impl SendPaths {
             TransferMode::Simulated { block } => Some(Arc::new(SimulatedNetwork::new(block))),
             TransferMode::Auto | TransferMode::Tcp => None,
         };
-        Self(Arc::new(Inner {
+        Self(Arc::new(SendPathsState {
             instance_id,
             block_bytes,
             capabilities: Some(capabilities).filter(|capabilities| capabilities.cuda_ipc || nccl_ranks > 0),
@@ -92,7 +92,7 @@ impl SendPaths {
     /// # Errors
     /// Fails if the ticket cannot be used, or if its communicator is closed.
     pub fn open(&self, ticket: v1::Ticket) -> Result<Transfer, TransferError> {
-        let Inner { instance_id, block_bytes, channels, capabilities, nccl, simulated, clock, .. } = &*self.0;
+        let SendPathsState { instance_id, block_bytes, channels, capabilities, nccl, simulated, clock, .. } = &*self.0;
         if !ticket.has_signed_address(instance_id, channels.network().key()) {
             return Err(TicketError::UnsignedAddress.into());
         }

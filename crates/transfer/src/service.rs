@@ -3,7 +3,7 @@
 use crate::{
     Destination,
     ipc::IpcReceiver,
-    nccl::{Connection, NcclReceiver},
+    nccl::{NcclReceiver, PeerConnection},
 };
 use futures::{Stream, StreamExt, TryStreamExt, stream};
 use std::{
@@ -109,17 +109,18 @@ impl Transfer for TransferService {
             )
         };
         let connection = self.nccl.as_ref().ok_or_else(unknown)?.claim(&communicator).await.ok_or_else(unknown)?;
-        let replies = stream::unfold((requests, connection), move |(mut requests, connection): (Streaming<_>, Connection)| {
-            let _permit = &permit;
-            async move {
-                let request: NcclControlRequest = tokio::select! {
-                    request = requests.message() => request.ok()??,
-                    () = connection.drained() => return None,
-                };
-                let written = connection.receive(parse(&request.ticket).ok()?, request.block_indices).await?;
-                Some((Ok(NcclControlReply { written }), (requests, connection)))
-            }
-        });
+        let replies =
+            stream::unfold((requests, connection), move |(mut requests, connection): (Streaming<_>, PeerConnection)| {
+                let _permit = &permit;
+                async move {
+                    let request: NcclControlRequest = tokio::select! {
+                        request = requests.message() => request.ok()??,
+                        () = connection.drained() => return None,
+                    };
+                    let written = connection.receive(parse(&request.ticket).ok()?, request.block_indices).await?;
+                    Some((Ok(NcclControlReply { written }), (requests, connection)))
+                }
+            });
         Ok(Response::new(replies.boxed()))
     }
 }

@@ -7,10 +7,10 @@ use tokio::time::Instant;
 /// The clock of a sender's network: while several transfers have bytes in flight, each of them is charged an equal part of the time. So the bytes of one
 /// transfer divided by its time are the bandwidth of the network, however many transfers share it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct SharedClock(Arc<Mutex<State>>);
+pub(crate) struct SharedClock(Arc<Mutex<ShareState>>);
 
 #[derive(Debug, Default)]
-struct State {
+struct ShareState {
     sending: u32,
     /// Time up to which `each` was counted; `None` before the first transfer.
     at: Option<Instant>,
@@ -19,21 +19,21 @@ struct State {
 }
 
 /// A transfer that has bytes in flight, until it is dropped.
-pub(crate) struct Sending {
+pub(crate) struct InFlight {
     clock: SharedClock,
     began: Duration,
 }
 
 impl SharedClock {
-    pub(crate) fn begin(&self) -> Sending {
+    pub(crate) fn begin(&self) -> InFlight {
         let mut state = self.0.lock();
         state.advance();
         state.sending += 1;
-        Sending { clock: self.clone(), began: state.each }
+        InFlight { clock: self.clone(), began: state.each }
     }
 }
 
-impl Sending {
+impl InFlight {
     /// Returns the time charged to the transfer so far.
     pub(crate) fn charged(&self) -> Duration {
         let mut state = self.clock.0.lock();
@@ -42,7 +42,7 @@ impl Sending {
     }
 }
 
-impl Drop for Sending {
+impl Drop for InFlight {
     fn drop(&mut self) {
         let mut state = self.clock.0.lock();
         state.advance();
@@ -50,7 +50,7 @@ impl Drop for Sending {
     }
 }
 
-impl State {
+impl ShareState {
     fn advance(&mut self) {
         let now = Instant::now();
         let before = self.at.replace(now).unwrap_or(now);

@@ -41,7 +41,7 @@ impl Control for ControlService {
         let Worker { backend, metrics, shutdown, settings, .. } = self.0.clone();
         let broker = settings.broker.clone().filter(|_| events_over_nats);
         let replies = self.0.requests.start_background(|replies| async move {
-            let watcher = Watcher { instance_id, metrics, replies, broker };
+            let watcher = LoadWatcher { instance_id, metrics, replies, broker };
             let error = tokio::select! {
                 // The branches are polled in this order, because a hung engine does not answer `watch`. While the engine hangs, every new
                 // stream ends with the error of `engine_hung`, so the router places no requests on this worker.
@@ -98,7 +98,7 @@ fn engine_ended() -> Status {
     Status::unavailable("the engine has ended")
 }
 
-struct Watcher {
+struct LoadWatcher {
     instance_id: String,
     metrics: Arc<WorkerMetrics>,
     replies: ReplySender<WatchReply>,
@@ -106,7 +106,7 @@ struct Watcher {
     broker: Option<Broker>,
 }
 
-impl Watcher {
+impl LoadWatcher {
     /// Sends the snapshot and all later events, until they cannot be sent without a gap. Returns the error with which the stream ends.
     async fn run(&self, watch: Option<CacheWatch>, without_snapshot: bool) -> Result<Status, Disconnected> {
         let Some(CacheWatch { snapshot, load, mut batches }) = watch else { return Ok(engine_ended()) };
@@ -152,7 +152,7 @@ impl Watcher {
         self.broker.as_ref().is_some_and(Broker::is_connected)
     }
 
-    async fn send(&self, batch: &KvBatch, above: u64) -> Result<Sent, Disconnected> {
+    async fn send(&self, batch: &KvBatch, above: u64) -> Result<SentLoad, Disconnected> {
         let mut message = event_batch(&self.instance_id, batch, above);
         message.sent_unix_us = unix_us();
         if self.is_published() {
@@ -162,7 +162,7 @@ impl Watcher {
             self.metrics.add_to(load);
         }
         self.replies.send(WatchReply { message: Some(watch_reply::Message::Batch(message)) }).await?;
-        Ok(Sent { at: Instant::now(), load: batch.load.clone() })
+        Ok(SentLoad { at: Instant::now(), load: batch.load.clone() })
     }
 }
 
@@ -170,7 +170,7 @@ fn is_idle(load: &Load) -> bool {
     load.running_sequences == 0 && load.waiting_requests == 0
 }
 
-struct Sent {
+struct SentLoad {
     at: Instant,
     load: Load,
 }

@@ -38,10 +38,10 @@ pub struct Disconnected;
 
 /// The sending side of a stream of replies, which the request's task owns.
 #[derive(Debug)]
-pub struct ReplySender<T>(mpsc::Sender<Message<T>>);
+pub struct ReplySender<T>(mpsc::Sender<ReplyMessage<T>>);
 
 /// A reply, or the error that ends the stream; `None` ends the stream without an error.
-type Message<T> = Option<Result<T, Status>>;
+type ReplyMessage<T> = Option<Result<T, Status>>;
 
 impl<T> ReplySender<T> {
     /// Sends a reply. Waits while the client is slow.
@@ -64,7 +64,7 @@ impl<T> ReplySender<T> {
 /// The receiving side of a stream of replies, which the gRPC response owns. The request counts as running until this value is dropped.
 #[derive(Debug)]
 pub struct Replies<T> {
-    replies: mpsc::Receiver<Message<T>>,
+    replies: mpsc::Receiver<ReplyMessage<T>>,
     ended: bool,
     _running: Option<TaskTrackerToken>,
 }

@@ -20,12 +20,12 @@ const LATE_REPORT_MAX: Duration = Duration::from_secs(30);
 /// until the report, so that the engine's count is not lost. If the engine reports no count, the ledger records the prompt without one.
 pub struct CountedJob {
     job: Option<Box<dyn Job>>,
-    count: Option<Count>,
+    count: Option<CountReport>,
     submitted: bool,
     shutdown: Shutdown,
 }
 
-struct Count {
+struct CountReport {
     metrics: Arc<WorkerMetrics>,
     ledger: WorkerLedger,
     request_id: String,
@@ -41,7 +41,7 @@ impl CountedJob {
         let ScheduledPrompt { request_id, attempt, model, account, prompt, cached: _ } = prompt;
         let (metrics, ledger) = (Arc::clone(&worker.metrics), worker.ledger.clone());
         let (request_id, model, account) = (request_id.to_owned(), model.to_owned(), account.to_owned());
-        let count = Count { metrics, ledger, request_id, attempt, model, account, prompt };
+        let count = CountReport { metrics, ledger, request_id, attempt, model, account, prompt };
         Self { job: Some(job), count: Some(count), submitted: false, shutdown: worker.shutdown.clone() }
     }
 
@@ -55,7 +55,7 @@ impl CountedJob {
     }
 }
 
-impl Count {
+impl CountReport {
     fn record(self, cached: Option<CachedTokens>) {
         let Self { metrics, ledger, request_id, attempt, model, account, prompt } = self;
         if let Some(cached) = cached {

@@ -18,7 +18,7 @@ fn request() -> GenerateRequest {
 fn refused(change: impl FnOnce(&mut GenerateRequest)) -> Invalid {
     let mut request = request();
     change(&mut request);
-    Request::check(request, VOCAB_SIZE).expect_err("the request is invalid")
+    DecodeRequest::check(request, VOCAB_SIZE).expect_err("the request is invalid")
 }
 
 fn refused_sampling(change: impl FnOnce(&mut v1::Sampling)) -> &'static str {
@@ -105,7 +105,7 @@ fn constraints_reach_the_engine_and_must_have_a_kind() {
         constraint: Some(v1::Constraint { kind, begins_after: begins_after.to_owned(), lenient: true }),
         ..Default::default()
     };
-    let checked = |sampling| Request::check(GenerateRequest { sampling: Some(sampling), ..request() }, VOCAB_SIZE);
+    let checked = |sampling| DecodeRequest::check(GenerateRequest { sampling: Some(sampling), ..request() }, VOCAB_SIZE);
     let choices = v1::constraint::Choices { texts: vec!["a".to_owned()] };
     for (wire, expected) in [
         (v1::constraint::Kind::JsonSchema("{}".to_owned()), Kind::JsonSchema { schema: "{}".to_owned(), lenient: true }),
@@ -139,7 +139,7 @@ fn allowed_tokens_bad_words_and_logprob_tokens_reach_the_engine() {
         ..Default::default()
     };
     let wire = GenerateRequest { sampling: Some(sampling), ..request() };
-    let sampling = Request::check(wire, VOCAB_SIZE).expect("the request is valid").generate.sampling;
+    let sampling = DecodeRequest::check(wire, VOCAB_SIZE).expect("the request is valid").generate.sampling;
     assert_eq!((&*sampling.allowed_token_ids, sampling.logprob_token_ids.as_slice()), (&[4, 2][..], &[3, 1][..]));
     assert_eq!(&*sampling.bad_words, [tandem_engine::BadWord { text: "x".to_owned(), forms: vec![vec![1, 3]; 2] }]);
 }
@@ -162,7 +162,7 @@ fn overlong_field_is_refused_with_its_name() {
     let long_text = vec![v1::BadWord { text: "x".repeat(1_025), forms: Vec::new() }];
     assert_eq!(refused_sampling(|sampling| sampling.bad_words = long_text.clone()), "bad_words");
     let longest = GenerateRequest { request_id: "x".repeat(1_024), cache_namespace: vec![0; 4_096], ..request() };
-    assert!(Request::check(longest, VOCAB_SIZE).is_ok());
+    assert!(DecodeRequest::check(longest, VOCAB_SIZE).is_ok());
 }
 
 proptest! {
@@ -188,7 +188,7 @@ proptest! {
             }),
             ..request()
         };
-        let Request { generate, output, .. } = Request::check(wire, VOCAB_SIZE).expect("the request is valid");
+        let DecodeRequest { generate, output, .. } = DecodeRequest::check(wire, VOCAB_SIZE).expect("the request is valid");
         prop_assert_eq!((generate.prompt, generate.samples), (prompt, samples));
         prop_assert_eq!(generate.kv == KvSource::Remote, remote);
         prop_assert_eq!(generate.namespace.as_bytes(), b"namespace");

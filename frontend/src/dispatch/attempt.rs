@@ -16,7 +16,7 @@ use tonic::{Code, Status, Streaming};
 /// frontend waits this long for the report.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
-/// A request may wait in line for this much longer than its limit, because a router only estimates its wait.
+/// A request may wait in the queue for this much longer than its limit, because a router only estimates its wait.
 pub(super) const WAIT_TOLERANCE: Duration = Duration::from_secs(1);
 
 /// A request that has waited for its whole limit, and is placed where it hardly waits, may wait for this long there.
@@ -50,7 +50,7 @@ pub(super) struct Work<'a> {
     pub(super) resumed: &'a [ResumedSample],
     /// Time at which the first placement was requested.
     pub(super) requested_at: Instant,
-    /// The time for which the request may wait in line; `None`: it waits for as long as it must.
+    /// The time for which the request may wait in the queue; `None`: it waits for as long as it must.
     pub(super) wait_max: Option<Duration>,
 }
 

@@ -10,7 +10,7 @@ pub(crate) enum DispatchError {
     /// The request can never run on this cluster. The message of the worker or router says why, and what to change.
     #[error("The request cannot run here: {message}.")]
     Refused { message: String },
-    /// The request would wait in line for longer than its limit. Within this time the wait becomes short enough, unless other requests come first.
+    /// The request would wait in the queue for longer than its limit. Within this time the wait becomes short enough, unless other requests come first.
     #[error("The first token would come too late: too many requests wait. Try again in {} seconds.", seconds(*.retry_after))]
     Overloaded { retry_after: Duration },
     #[error("{}; try again shortly.", no_worker(*.reason))]

@@ -11,7 +11,7 @@ pub(crate) struct Placement {
     pub(crate) prefill: Option<PlacedWorker>,
     /// The number of tokens in a block; 0 if the router has no information about caches.
     pub(crate) block_size: u32,
-    /// How long the prompt is estimated to wait in line; zero if the router does not know.
+    /// How long the prompt is estimated to wait in the queue; zero if the router does not know.
     pub(crate) wait: Duration,
 }
 

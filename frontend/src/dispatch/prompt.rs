@@ -13,7 +13,7 @@ pub(crate) struct Prompt {
     /// The W3C trace context that routers and workers continue; empty if there is none.
     pub(crate) traceparent: String,
     pub(crate) span: Span,
-    /// The account to which the request is billed; empty if none is known.
+    /// The account for which the request is counted; empty if none is known.
     pub(crate) account: String,
     /// The model, with all that routers and workers must agree on.
     pub(crate) identity: Arc<Identity>,
@@ -30,7 +30,7 @@ pub(crate) struct Prompt {
     /// The number of alternative tokens whose logprobs are returned for each token of the prompt; `None` if the prompt's logprobs are not
     /// requested.
     pub(crate) prompt_logprobs: Option<u32>,
-    /// The longest time for which the prompt may wait in line; `None`: it may wait without a limit.
+    /// The longest time for which the prompt may wait in the queue; `None`: it may wait without a limit.
     pub(crate) max_wait: Option<Duration>,
     /// Receives a value each time that a worker reports that a prompt of the request waits in its queue: when the last of their prefills is
     /// estimated to begin.

@@ -13,7 +13,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::{sync::Arc, time::Duration};
-use tandem_process::listen::{Peer, PeerAddress};
+use tandem_process::listen::{ClientNetwork, PeerAddress};
 
 /// The header in which Anthropic's clients send a key.
 const KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
@@ -43,7 +43,7 @@ pub(super) async fn checked(State(app): State<Arc<App>>, mut request: Request, n
         Some(Some(None)) => (None, Some((ApiError::UnknownKey, &app.metrics.keys_unknown))),
         Some(None) => (None, Some((ApiError::MissingKey, &app.metrics.keys_missing))),
     };
-    let peer = request.extensions().get().map(|PeerAddress(address)| Peer::from(*address));
+    let peer = request.extensions().get().map(|PeerAddress(address)| ClientNetwork::from(*address));
     let head = CallHead { request_id: &id, method: request.method().as_str(), path: request.uri().path(), peer };
     let call = Arc::new(Call::begin(key, app.call_log.as_ref(), head));
     let mut response = match refusal {

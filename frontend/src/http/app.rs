@@ -45,7 +45,7 @@ pub(super) struct HeaderOptions {
     pub(super) account: String,
     /// The clients with which the request shares cached KV: those of this account, or of this account and key. `None`: all clients.
     pub(super) cache_owner: Option<String>,
-    /// The longest time for which each prompt may wait in line (`x-max-wait`, at most the frontend's setting); `None`: no limit.
+    /// The longest time for which each prompt may wait in the queue (`x-max-wait`, at most the frontend's setting); `None`: no limit.
     pub(super) max_wait: Option<Duration>,
     /// The priority for which the client asks in the header `x-request-priority`; `None`: it asks for none there.
     priority: Option<i32>,

@@ -23,7 +23,7 @@ use axum::{
 use bytes::Bytes;
 use std::sync::Arc;
 use tandem_kv::Priority;
-use tandem_process::listen::{Peer, PeerAddress};
+use tandem_process::listen::{ClientNetwork, PeerAddress};
 use tokio::sync::watch;
 
 /// Names the fields of a request that this server does not know.
@@ -112,7 +112,7 @@ fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
         return Some(Client::Account(account.to_owned()));
     }
     let PeerAddress(address) = parts.extensions.get().copied()?;
-    (!app.trust.lists(address)).then(|| Client::Address(Peer::from(address)))
+    (!app.trust.lists(address)).then(|| Client::Address(ClientNetwork::from(address)))
 }
 
 /// Returns the value of the header `traceparent` if it has the form that W3C's trace context requires, else an empty string.

@@ -44,7 +44,7 @@ pub struct ApiKey {
     /// The day on which the key was made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created: Option<String>,
-    /// The account that requests with this key are billed to; `None`: the account has the key's name.
+    /// The account for which requests with this key are counted; `None`: the account has the key's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub account: Option<String>,
     /// The maximum number of requests in a minute; `None`: there is no limit.
@@ -168,7 +168,7 @@ impl ApiKeyFile {
 }
 
 impl ApiKey {
-    /// Returns the account that requests with this key are billed to.
+    /// Returns the account for which requests with this key are counted.
     pub fn account(&self) -> &str {
         self.account.as_deref().unwrap_or(&self.name)
     }

@@ -66,7 +66,7 @@ async fn attempt_keeps_its_place_while_its_worker_reports_progress() {
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
 }
 
-/// Makes the router estimate that the next prompt waits in line for this time.
+/// Makes the router estimate that the next prompt waits in the queue for this time.
 fn place_with_wait(cluster: &Cluster, wait: Duration) {
     let route_reply::Message::Placement(placement) = cluster.remote(0, 16) else { panic!("it is a placement") };
     let wait_ms = wait.as_millis().try_into().expect("the wait is short");

@@ -1,8 +1,8 @@
 //! One booking: a placed request, from its placement until it is released.
 
 use crate::{
-    line::Waiting,
     places::{BookedAnswer, Length},
+    prefill_queue::QueueEntry,
     replication::{BookingRecord, HASHES_MAX},
     worker_bookings::{BookedLoad, BookingKey},
 };
@@ -18,7 +18,7 @@ pub(super) const SAMPLES_MAX: u32 = 128;
 const TOKENS_MAX: u64 = u32::MAX as u64;
 
 /// A request that this router or a peer has placed. The booking's instances need not be members.
-pub(super) struct Booking {
+pub(super) struct BookingEntry {
     pub(super) key: BookingKey,
     pub(super) decode: InstanceId,
     /// The prefill instance, never the same as `decode`; `None`: the decode instance prefills the prompt.
@@ -35,8 +35,8 @@ pub(super) struct Booking {
     /// compared with the reported number.
     pub(super) overlap_tokens: Option<u64>,
     pub(super) answer: BookedAnswer,
-    /// The request in the line of the worker that prefills it, until its first token. A request that another router has placed is in no line.
-    pub(super) waiting: Waiting,
+    /// The request in the queue of the worker that prefills it, until its first token. A request that another router has placed is in no queue.
+    pub(super) waiting: QueueEntry,
 }
 
 /// The load that a request adds to the reported loads of its decode worker and its prefill worker.
@@ -46,7 +46,7 @@ pub(super) struct LoadByRole {
     pub(super) prefill: BookedLoad,
 }
 
-impl Booking {
+impl BookingEntry {
     /// Returns the instance that prefills the prompt.
     pub(super) fn prefills_on(&self) -> &InstanceId {
         self.prefill.as_ref().unwrap_or(&self.decode)
@@ -95,7 +95,7 @@ impl Booking {
             samples,
             since: (!prefilling).then_some(now),
         };
-        let waiting = Waiting::default();
+        let waiting = QueueEntry::default();
         let model = "".into();
         Self { key, decode, prefill, model, prefilling, answering_since: None, hashes, overlap_tokens: None, answer, waiting }
     }

@@ -1,11 +1,11 @@
 //! The bookings of this router. Every change is recorded in a journal, from which peers receive the changes.
 
 use super::{
-    booking::{Booking, LoadByRole},
-    members::Members,
+    booking::{BookingEntry, LoadByRole},
+    members::ClusterMembers,
 };
 use crate::{
-    line::Left,
+    prefill_queue::Departure,
     replication::{self, Journal},
     worker_bookings::{BookingId, BookingKey},
 };
@@ -18,7 +18,7 @@ use tokio::{sync::watch, time::Instant};
 #[derive(Default)]
 pub(crate) struct Bookings {
     /// Only this module changes the map, because every change must be recorded in the journal.
-    pub(super) by_id: HashMap<BookingId, Booking>,
+    pub(super) by_id: HashMap<BookingId, BookingEntry>,
     journal: Journal,
     next_id: u64,
 }
@@ -32,7 +32,7 @@ impl Bookings {
     }
 
     /// Books the request on its workers.
-    pub(super) fn add(&mut self, booking: Booking, load: LoadByRole, members: &mut Members) -> BookingId {
+    pub(super) fn add(&mut self, booking: BookingEntry, load: LoadByRole, members: &mut ClusterMembers) -> BookingId {
         let id = booking.key.1;
         members.book(&booking, load);
         self.by_id.insert(id, booking);
@@ -42,9 +42,9 @@ impl Bookings {
 
     /// Records that the prompt has been prefilled, so its prefill does not count any more; a second call changes nothing. Returns the
     /// booking, or `None` if it has ended.
-    pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut Members) -> Option<&mut Booking> {
+    pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut ClusterMembers) -> Option<&mut BookingEntry> {
         let booking = self.by_id.get_mut(&id)?;
-        if members.on_prefilled(booking, Left::Served) {
+        if members.on_prefilled(booking, Departure::Served) {
             booking.answering_since = Some(members.now());
             self.journal.record(id);
         }
@@ -52,7 +52,7 @@ impl Bookings {
     }
 
     /// Removes the booking from its workers. Returns the model and the time at which the prompt was prefilled, or `None` if it was not.
-    pub(super) fn release(&mut self, id: BookingId, members: &mut Members) -> Option<(Arc<str>, Instant)> {
+    pub(super) fn release(&mut self, id: BookingId, members: &mut ClusterMembers) -> Option<(Arc<str>, Instant)> {
         let booking = self.by_id.remove(&id)?;
         let answering_since = booking.answering_since.map(|since| (booking.model.clone(), since));
         members.release(booking);
@@ -67,8 +67,8 @@ impl Bookings {
 
     /// Returns the messages that bring a peer up to date, and the number of the last change that they include. The peer knows all changes
     /// up to `after`; `None`: it knows none.
-    pub(crate) fn messages(&self, after: Option<u64>, members: &Members) -> (Vec<Message>, u64) {
-        let record = |booking: &Booking| booking.record(members.unreported(booking));
+    pub(crate) fn messages(&self, after: Option<u64>, members: &ClusterMembers) -> (Vec<Message>, u64) {
+        let record = |booking: &BookingEntry| booking.record(members.unreported(booking));
         let last = self.journal.last();
         let messages = match after.and_then(|after| Some((after, self.journal.since(after)?))) {
             Some((after, changed)) => replication::changes(after, changed, |id| self.by_id.get(&id).map(record)),

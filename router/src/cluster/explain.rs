@@ -1,13 +1,13 @@
 //! Explains a placement: the cost of each worker by cause, and the reason for the choice of the workers.
 
-use super::{members::Members, placement::Decision, texts};
+use super::{members::ClusterMembers, placement::PlacementDecision, texts};
 use crate::route::Cost;
 use std::time::Duration;
 use tandem_proto::v1;
 
 /// Returns the reply that explains a decision. `members` are all members.
-pub(super) fn reply(members: &Members, decision: &Decision<'_>) -> v1::ExplainReply {
-    let Decision { query, candidates, costs, choice, .. } = decision;
+pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) -> v1::ExplainReply {
+    let PlacementDecision { query, candidates, costs, choice, .. } = decision;
     let workers = decision.members.iter().zip(candidates).zip(costs).map(|((member, candidate), costs)| v1::ExplainedWorker {
         worker: Some(member.reference()),
         role: member.info.role,

@@ -8,22 +8,22 @@
 mod candidate;
 
 use super::{
-    booking::{Booking, LoadByRole},
+    booking::{BookingEntry, LoadByRole},
     request::PlacementError,
     texts,
 };
 use crate::{
     applied::{Applied, IndexedWorker},
     breaker::Breaker,
-    demand::Sums,
+    demand::DemandSums,
     index::{PrefixIndex, Replacement, WorkerSlot},
-    line::{Left, Line},
     metrics::WorkerSeries,
     predictions::Predictions,
+    prefill_queue::{Departure, PrefillQueue},
     rates::{MeasuredLogs, Measurement},
-    route::{Candidate, NoEligibleWorker, Role, paired_families},
+    route::{Candidate, NoEligibleWorker, WorkerRole, paired_families},
     settings::{Costs, PrefillPlace},
-    subscription::{EventSource, ReportedStats, cached_blocks_max},
+    subscription::{EventRoute, ReportedStats, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
 use std::{
@@ -66,7 +66,7 @@ pub(super) struct Member {
     pub(super) instance_id: InstanceId,
     /// The models that the worker serves: `info.model`, then `info.loras`.
     models: Box<[Arc<str>]>,
-    pub(super) role: Role,
+    pub(super) role: WorkerRole,
     /// The worker's transfer family, as in [`Candidate`].
     family: Option<Arc<str>>,
     pub(super) address: String,
@@ -80,11 +80,11 @@ pub(super) struct Member {
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
     /// The prompts that were placed on this decode worker alone.
-    local: Sums,
+    local: DemandSums,
     /// The part of its time that they took, by its latest report.
     local_share: f64,
     /// The requests that the worker prefills and that wait for their first tokens.
-    pub(super) line: Line,
+    pub(super) queue: PrefillQueue,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
     /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
@@ -93,7 +93,7 @@ pub(super) struct Member {
 
 /// What a member has of a prompt.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Prefix {
+pub(super) struct MemberPrefix {
     /// The leading blocks that it has cached.
     pub(super) overlap_blocks: u32,
     /// The leading blocks that it has cached or is about to compute.
@@ -101,7 +101,7 @@ pub(super) struct Prefix {
 }
 
 /// All members, in the order in which they joined.
-pub(crate) struct Members {
+pub(crate) struct ClusterMembers {
     by_id: BTreeMap<MemberId, Member>,
     by_instance: HashMap<InstanceId, MemberId>,
     pub(super) index: Arc<PrefixIndex>,
@@ -111,7 +111,7 @@ pub(crate) struct Members {
     pub(super) virtual_time: Option<Instant>,
 }
 
-impl Members {
+impl ClusterMembers {
     /// Returns an empty set of members. `hash_key` is only used to seed hash tables.
     pub(super) fn new(hash_key: u64) -> Self {
         Self {
@@ -131,10 +131,10 @@ impl Members {
 
     /// Returns the role of the worker that `info` describes, if the worker may join now. `cluster` returns the identity on which all
     /// processes of a model must agree.
-    pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: impl Fn(&str) -> Identity) -> Result<Role, JoinError> {
+    pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: impl Fn(&str) -> Identity) -> Result<WorkerRole, JoinError> {
         let role = match info.role() {
-            worker_info::Role::Prefill => Role::Prefill,
-            worker_info::Role::Decode => Role::Decode,
+            worker_info::Role::Prefill => WorkerRole::Prefill,
+            worker_info::Role::Decode => WorkerRole::Decode,
             worker_info::Role::Unspecified => return Err(JoinError::Incomplete { field: "a role" }),
         };
         for (field, missing) in [
@@ -171,18 +171,18 @@ impl Members {
     pub(super) fn join<'a>(
         &mut self,
         info: WorkerInfo,
-        role: Role,
+        role: WorkerRole,
         address: String,
         series: WorkerSeries,
-        bookings: impl Iterator<Item = &'a Booking>,
+        bookings: impl Iterator<Item = &'a BookingEntry>,
     ) -> MemberId {
         let (id, now) = (MemberId(self.next_id), self.now());
         self.next_id += 1;
         let instance_id = InstanceId::from(info.instance_id.as_str());
-        let (slot, mut own_bookings, mut line) = (self.index.add_worker(), WorkerBookings::default(), Line::new(now));
+        let (slot, mut own_bookings, mut queue) = (self.index.add_worker(), WorkerBookings::default(), PrefillQueue::new(now));
         for booking in bookings {
             if booking.prefilling && *booking.prefills_on() == instance_id {
-                line.join(&booking.waiting, now);
+                queue.join(&booking.waiting, now);
             }
             for (_, prefilling) in booking.places().filter(|(on, _)| **on == instance_id) {
                 own_bookings.add(booking.key.clone(), BookedLoad::default(), booking.answer_on(&instance_id));
@@ -206,9 +206,9 @@ impl Members {
             prefilled_at: now,
             decoded_at: now,
             bookings: own_bookings,
-            local: Sums::default(),
+            local: DemandSums::default(),
             local_share: 0.0,
-            line,
+            queue,
             breaker: Breaker::default(),
             series,
             placements: v1::PlacementTotals::default(),
@@ -264,7 +264,7 @@ impl Members {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         if load.prefill_measurements != member.load.prefill_measurements {
             member.prefilled_at = now;
-            member.line.on_prefilling(now);
+            member.queue.on_prefilling(now);
         }
         if load.decode_step_ms != member.load.decode_step_ms || stats.generated() != member.stats.generated() {
             member.decoded_at = now;
@@ -284,9 +284,9 @@ impl Members {
     }
 
     /// Sets the metrics that show whether the member's events come over NATS or on its own stream.
-    pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventSource) {
+    pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventRoute) {
         if let Some(member) = self.by_id.get_mut(&id) {
-            let over_nats = source == EventSource::Nats;
+            let over_nats = source == EventRoute::Nats;
             member.series.over_nats.set(f64::from(u8::from(over_nats)));
             member.series.direct.set(f64::from(u8::from(!over_nats)));
         }
@@ -356,8 +356,8 @@ impl Members {
         let has = |role| self.of_model(model).any(|member| member.role == role);
         let has_pair = || !paired_families(self.of_model(model).map(|member| (member.role, member.info.family()))).is_empty();
         match prefill {
-            _ if !has(Role::Decode) => Some(NoEligibleWorker::NoDecodeWorker),
-            PrefillPlace::Remote if !has(Role::Prefill) => Some(NoEligibleWorker::NoPrefillWorker),
+            _ if !has(WorkerRole::Decode) => Some(NoEligibleWorker::NoDecodeWorker),
+            PrefillPlace::Remote if !has(WorkerRole::Prefill) => Some(NoEligibleWorker::NoPrefillWorker),
             PrefillPlace::Remote if !has_pair() => Some(NoEligibleWorker::NoCommonFamily),
             PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
         }
@@ -366,9 +366,9 @@ impl Members {
     /// Returns the reason if the member is unpaired: it is a prefill worker, and no decode worker has its transfer family. An unpaired
     /// member receives no placements.
     pub(super) fn unpaired_reason(&self, member: &Member) -> Option<String> {
-        let decode_workers = || self.of_model(&member.info.model).filter(|other| other.role == Role::Decode);
+        let decode_workers = || self.of_model(&member.info.model).filter(|other| other.role == WorkerRole::Decode);
         let is_paired = || member.family.is_some() && decode_workers().any(|other| other.family == member.family);
-        if member.role == Role::Decode || is_paired() {
+        if member.role == WorkerRole::Decode || is_paired() {
             return None;
         }
         Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
@@ -388,14 +388,14 @@ impl Members {
         let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            let prefix = Prefix { overlap_blocks: of(&overlaps, member), computed_blocks: of(&predicted, member) };
+            let prefix = MemberPrefix { overlap_blocks: of(&overlaps, member), computed_blocks: of(&predicted, member) };
             member.candidate(prefix, excluded, now, costs)
         };
         members.iter().map(candidate).collect()
     }
 
     /// Adds the booking to those of its workers that are members.
-    pub(super) fn book(&mut self, booking: &Booking, load: LoadByRole) {
+    pub(super) fn book(&mut self, booking: &BookingEntry, load: LoadByRole) {
         for (instance_id, prefilling) in booking.places() {
             let load = if *instance_id == booking.decode { load.decode } else { load.prefill };
             let Some(member) = self.of_mut(instance_id) else { continue };
@@ -407,7 +407,7 @@ impl Members {
         }
         let now = self.now();
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| booking.prefilling) {
-            member.line.join(&booking.waiting, now);
+            member.queue.join(&booking.waiting, now);
             if booking.prefill.is_none() {
                 member.local.add(load.decode.tokens, now);
             }
@@ -415,11 +415,11 @@ impl Members {
     }
 
     /// Records that the booking's prompt has been prefilled, so that its prefill no longer counts as load, and that the request has left its
-    /// line. Returns false if this was already recorded.
-    pub(super) fn on_prefilled(&mut self, booking: &mut Booking, left: Left) -> bool {
+    /// queue. Returns false if this was already recorded.
+    pub(super) fn on_prefilled(&mut self, booking: &mut BookingEntry, left: Departure) -> bool {
         let (was_prefilling, now) = (std::mem::take(&mut booking.prefilling), self.now());
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
-            member.line.leave(&booking.waiting, left, now);
+            member.queue.leave(&booking.waiting, left, now);
             member.bookings.on_prefilled(&booking.key);
             if booking.prefill.is_some() {
                 member.bookings.remove(&booking.key);
@@ -427,7 +427,7 @@ impl Members {
             let slot = member.slot;
             self.predictions.remove(slot, &booking.hashes);
         }
-        if left == Left::Served && was_prefilling {
+        if left == Departure::Served && was_prefilling {
             booking.answer.since = Some(now);
             if let Some(member) = self.of_mut(&booking.decode) {
                 member.bookings.on_answering(&booking.key, now);
@@ -437,15 +437,15 @@ impl Members {
     }
 
     /// Removes the booking from its workers.
-    pub(super) fn release(&mut self, mut booking: Booking) {
-        self.on_prefilled(&mut booking, Left::Abandoned);
+    pub(super) fn release(&mut self, mut booking: BookingEntry) {
+        self.on_prefilled(&mut booking, Departure::Abandoned);
         if let Some(member) = self.of_mut(&booking.decode) {
             member.bookings.remove(&booking.key);
         }
     }
 
     /// Returns the load of the booking that its workers have not reported yet.
-    pub(super) fn unreported(&self, booking: &Booking) -> LoadByRole {
+    pub(super) fn unreported(&self, booking: &BookingEntry) -> LoadByRole {
         let on =
             |instance_id: &str| self.of(instance_id).map(|member| member.bookings.unreported(&booking.key)).unwrap_or_default();
         LoadByRole { decode: on(&booking.decode), prefill: booking.prefill.as_deref().map(on).unwrap_or_default() }

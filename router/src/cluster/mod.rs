@@ -1,7 +1,7 @@
 //! The router's state: the workers that are members, their caches and loads, and the bookings on them.
 //!
-//! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. [`Members`], [`Bookings`], [`Peers`] and [`UnavailableWorkers`]
-//! each keep their own invariants; [`State`] has the operations that concern several of them.
+//! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. [`ClusterMembers`], [`Bookings`], [`Peers`] and [`UnavailableWorkers`]
+//! each keep their own invariants; [`ClusterState`] has the operations that concern several of them.
 
 mod booking;
 mod bookings;
@@ -26,17 +26,17 @@ use crate::{
     applied::{SLICE_BLOCKS, slice_len},
     breaker::is_fault,
     index::{PrefixIndex, Replacement},
-    line::Waiting,
     metrics::RouterMetrics,
+    prefill_queue::QueueEntry,
     replication::PeerUpdate,
-    route::Role,
+    route::WorkerRole,
     settings::RouterSettings,
     subscription::{ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, BookingId},
 };
-use booking::{Booking, LoadByRole, SAMPLES_MAX};
+use booking::{BookingEntry, LoadByRole, SAMPLES_MAX};
 use bookings::Bookings;
-use members::{Member, Members};
+use members::{ClusterMembers, Member};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
 use placement::Placer;
@@ -52,7 +52,7 @@ use tokio::{
 /// The router's state, shared by its tasks.
 pub(crate) struct Cluster {
     pub(crate) settings: Arc<RouterSettings>,
-    state: Mutex<State>,
+    state: Mutex<ClusterState>,
     /// The index of `state`, which has locks of its own.
     index: Arc<PrefixIndex>,
     /// Notifies one waiter that the index has blocks to be removed. Without a waiter the notification is kept.
@@ -66,11 +66,11 @@ pub(crate) struct Cluster {
 }
 
 /// The router's knowledge of workers, peers and bookings.
-pub(crate) struct State {
+pub(crate) struct ClusterState {
     settings: Arc<RouterSettings>,
     pub(crate) instance_id: InstanceId,
     pub(crate) metrics: RouterMetrics,
-    pub(crate) members: Members,
+    pub(crate) members: ClusterMembers,
     pub(crate) unavailable: UnavailableWorkers,
     pub(crate) bookings: Bookings,
     pub(crate) peers: Peers,
@@ -86,11 +86,11 @@ pub(crate) type Placed = (BookingId, v1::Placement);
 impl Cluster {
     pub(crate) fn new(settings: RouterSettings, metrics: Metrics) -> Self {
         let settings = Arc::new(settings);
-        let state = State {
+        let state = ClusterState {
             settings: settings.clone(),
             instance_id: tandem_process::new_instance_id().into(),
             metrics: RouterMetrics::new(metrics),
-            members: Members::new(settings.seed),
+            members: ClusterMembers::new(settings.seed),
             unavailable: UnavailableWorkers::default(),
             bookings: Bookings::default(),
             peers: Peers::default(),
@@ -103,7 +103,7 @@ impl Cluster {
     }
 
     /// Locks the state. The lock must be held only briefly and never across an await.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, ClusterState> {
         self.state.lock()
     }
 
@@ -139,7 +139,7 @@ impl Cluster {
         }
     }
 
-    /// Returns the content of the snapshot, which [`State::join`] or [`Self::replace`] makes visible at once. It is read in slices, between
+    /// Returns the content of the snapshot, which [`ClusterState::join`] or [`Self::replace`] makes visible at once. It is read in slices, between
     /// which other tasks run.
     pub(crate) async fn load(&self, snapshot: &Snapshot) -> Replacement<'_> {
         let (mut content, mut blocks) = (self.index.replacement(), 0);
@@ -186,9 +186,9 @@ impl Cluster {
 }
 
 /// Methods for the membership of workers.
-impl State {
+impl ClusterState {
     /// Checks whether a worker with this description may join now. Returns its role.
-    pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
+    pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<WorkerRole, JoinError> {
         self.members.check_joinable(info, |model| self.identity_of(model))
     }
 
@@ -232,8 +232,8 @@ impl State {
 }
 
 /// Methods for the bookings of this router.
-impl State {
-    /// Places the request and books it until [`State::release`]. `attempt` counts the request's placements from 1.
+impl ClusterState {
+    /// Places the request and books it until [`ClusterState::release`]. `attempt` counts the request's placements from 1.
     pub(crate) fn place(
         &mut self,
         request: &PlacementRequest,
@@ -250,7 +250,7 @@ impl State {
         placed
     }
 
-    /// Places a request that has waited in line for its limit `max_wait` where it hardly waits. `again` has its excluded instances and the number of
+    /// Places a request that has waited in the queue for its limit `max_wait` where it hardly waits. `again` has its excluded instances and the number of
     /// this placement; `None`: it is not placed.
     ///
     /// # Errors
@@ -290,7 +290,7 @@ impl State {
         };
         let instance = |at: usize| decision.members[at].instance_id.clone();
         let answer = self.placer.answer(&decision.model, request, None);
-        let booking = Booking {
+        let booking = BookingEntry {
             key: self.bookings.new_key(request.request_id.clone()),
             decode: instance(choice.decode),
             prefill: choice.prefill.map(instance),
@@ -303,14 +303,14 @@ impl State {
             waiting: decision.waiting(request, choice),
         };
         self.metrics.estimated_wait.record(wait);
-        let role = if choice.prefill.is_some() { Role::Prefill } else { Role::Decode };
+        let role = if choice.prefill.is_some() { WorkerRole::Prefill } else { WorkerRole::Decode };
         let (model, tokens) = (decision.model.clone(), full.tokens);
         self.placer.on_placed(&model, role, tokens, self.members.now());
         self.count_placement(&booking, overlap_blocks);
         Ok((self.book(booking, load), placement))
     }
 
-    /// Books a request that another router has placed, until [`State::release`]. The reports of the request's workers already include the
+    /// Books a request that another router has placed, until [`ClusterState::release`]. The reports of the request's workers already include the
     /// request, so the booking adds no load. The workers need not be members yet.
     pub(crate) fn rebook(
         &mut self,
@@ -321,7 +321,7 @@ impl State {
         let v1::ExistingPlacement { decode_instance_id: decode, prefill_instance_id: prefill, prefilling } = existing;
         let since = (!prefilling).then(|| self.members.now());
         let answer = self.placer.answer(&request.model, request, since);
-        let booking = Booking {
+        let booking = BookingEntry {
             key: self.bookings.new_key(request.request_id.clone()),
             prefill: prefill.filter(|prefill| *prefill != decode).map(Into::into),
             decode: decode.into(),
@@ -331,7 +331,7 @@ impl State {
             hashes: if prefilling && !request.prompt_logits { request.hashes.clone() } else { [].into() },
             overlap_tokens: None,
             answer,
-            waiting: Waiting::default(),
+            waiting: QueueEntry::default(),
         };
         self.metrics.rebooked.increment(1);
         Ok(self.book(booking, LoadByRole::default()))
@@ -375,7 +375,7 @@ impl State {
 
     /// Records that the answer is complete, with this number of tokens in all samples together.
     pub(crate) fn on_answered(&mut self, id: BookingId, generated_tokens: u64) {
-        let Some(Booking { model, answer, .. }) = self.bookings.by_id.get(&id) else { return };
+        let Some(BookingEntry { model, answer, .. }) = self.bookings.by_id.get(&id) else { return };
         let tokens = generated_tokens as f64 / f64::from(answer.samples.max(1));
         self.placer.on_answered(model, answer.length.max, tokens);
     }
@@ -401,7 +401,7 @@ impl State {
         if self.bookings.by_id.len() >= self.settings.bookings_max { Err(PlacementError::TooManyBookings) } else { Ok(()) }
     }
 
-    fn book(&mut self, booking: Booking, load: LoadByRole) -> BookingId {
+    fn book(&mut self, booking: BookingEntry, load: LoadByRole) -> BookingId {
         let id = self.bookings.add(booking, load, &mut self.members);
         self.metrics.bookings.set(self.bookings.by_id.len() as f64);
         id
@@ -414,7 +414,7 @@ impl State {
         }
     }
 
-    fn count_placement(&mut self, booking: &Booking, overlap_blocks: u32) {
+    fn count_placement(&mut self, booking: &BookingEntry, overlap_blocks: u32) {
         let id = booking.key.1;
         for (instance_id, _) in booking.places() {
             let Some(Member { breaker, series, placements, .. }) = self.members.of_mut(instance_id) else { continue };
@@ -435,7 +435,7 @@ impl State {
 }
 
 /// Methods for the bookings of peers.
-impl State {
+impl ClusterState {
     /// Adds a peer router that has connected.
     pub(crate) fn add_peer(&mut self, address: &str) -> PeerId {
         let id = self.peers.add(address);

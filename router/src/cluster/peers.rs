@@ -4,12 +4,12 @@
 //! disconnects. This router never releases it for any other reason.
 
 use super::{
-    booking::{Booking, LoadByRole},
+    booking::{BookingEntry, LoadByRole},
     bookings::Bookings,
-    members::Members,
+    members::ClusterMembers,
 };
 use crate::{
-    line::Left,
+    prefill_queue::Departure,
     replication::{BookingRecord, PeerUpdate},
 };
 use std::collections::{BTreeMap, HashMap, HashSet, hash_map::Entry};
@@ -18,15 +18,15 @@ use std::collections::{BTreeMap, HashMap, HashSet, hash_map::Entry};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PeerId(u64);
 
-struct Peer {
+struct PeerRouter {
     address: String,
     /// The peer's bookings, by the numbers that the peer has given them.
-    bookings: HashMap<u64, Booking>,
+    bookings: HashMap<u64, BookingEntry>,
 }
 
 #[derive(Default)]
 pub(crate) struct Peers {
-    by_id: BTreeMap<PeerId, Peer>,
+    by_id: BTreeMap<PeerId, PeerRouter>,
     next_id: u64,
 }
 
@@ -34,12 +34,12 @@ impl Peers {
     pub(super) fn add(&mut self, address: &str) -> PeerId {
         let id = PeerId(self.next_id);
         self.next_id += 1;
-        self.by_id.insert(id, Peer { address: address.to_owned(), bookings: HashMap::new() });
+        self.by_id.insert(id, PeerRouter { address: address.to_owned(), bookings: HashMap::new() });
         id
     }
 
     /// Removes a peer that has disconnected, with its bookings.
-    pub(super) fn remove(&mut self, id: PeerId, members: &mut Members) {
+    pub(super) fn remove(&mut self, id: PeerId, members: &mut ClusterMembers) {
         let bookings = self.by_id.remove(&id).into_iter().flat_map(|peer| peer.bookings.into_values());
         bookings.for_each(|booking| members.release(booking));
     }
@@ -49,11 +49,11 @@ impl Peers {
         &mut self,
         id: PeerId,
         update: PeerUpdate,
-        members: &mut Members,
+        members: &mut ClusterMembers,
         own: &mut Bookings,
         bookings_max: usize,
     ) {
-        let Some(Peer { bookings, .. }) = self.by_id.get_mut(&id) else { return };
+        let Some(PeerRouter { bookings, .. }) = self.by_id.get_mut(&id) else { return };
         let changes = match update {
             PeerUpdate::Changed(changes) => changes,
             PeerUpdate::All(all) => {
@@ -71,7 +71,7 @@ impl Peers {
                 (Entry::Vacant(_), None) => {}
                 (Entry::Occupied(mut known), Some(record)) => {
                     if !record.prefilling {
-                        members.on_prefilled(known.get_mut(), Left::Served);
+                        members.on_prefilled(known.get_mut(), Departure::Served);
                     }
                 }
                 // The peer's limit on its bookings is higher than this router's. An ignored booking counts as load once the workers report its
@@ -84,7 +84,7 @@ impl Peers {
         }
     }
 
-    pub(super) fn bookings(&self) -> impl Iterator<Item = &Booking> {
+    pub(super) fn bookings(&self) -> impl Iterator<Item = &BookingEntry> {
         self.by_id.values().flat_map(|peer| peer.bookings.values())
     }
 
@@ -101,12 +101,12 @@ impl Peers {
     }
 }
 
-fn book(record: BookingRecord, members: &mut Members, own: &mut Bookings) -> Booking {
+fn book(record: BookingRecord, members: &mut ClusterMembers, own: &mut Bookings) -> BookingEntry {
     let has_reported =
         |instance_id: &str| members.of(instance_id).is_some_and(|member| member.bookings.has_included(&record.request_id));
     let load = LoadByRole::recorded(&record, has_reported);
     let key = own.new_key(record.request_id.clone());
-    let booking = Booking::of_peer(record, key, members.now());
+    let booking = BookingEntry::of_peer(record, key, members.now());
     members.book(&booking, load);
     booking
 }

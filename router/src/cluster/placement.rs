@@ -2,14 +2,14 @@
 
 use super::{
     booking::SAMPLES_MAX,
-    members::{Member, Members},
+    members::{ClusterMembers, Member},
     request::{Excluded, PlacementError, PlacementRequest},
 };
 use crate::{
     answers::{AnswerLengths, MovingMean},
     demand::Demands,
-    places::{BookedAnswer, Length, Pace},
-    route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy, Role},
+    places::{AnswerPace, BookedAnswer, Length},
+    route::{self, Candidate, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, RouteChoice, RoutePolicy, WorkerRole},
     settings::{Costs, PrefillPlace, RouterSettings},
 };
 use std::{
@@ -24,7 +24,7 @@ use tokio::time::Instant;
 /// Decides placements. Also learns the duration and the length of answers, on which the decisions depend.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn RoutePolicy>,
     by_model: BTreeMap<Arc<str>, ModelHistory>,
 }
 
@@ -40,7 +40,7 @@ struct ModelHistory {
 }
 
 /// A decision and the input on which it is based. Lists are in the order of `members`.
-pub(super) struct Decision<'a> {
+pub(super) struct PlacementDecision<'a> {
     pub(super) model: Arc<str>,
     /// The members that serve the model.
     pub(super) members: Vec<&'a Member>,
@@ -49,16 +49,16 @@ pub(super) struct Decision<'a> {
     pub(super) hashes: &'a [SequenceHash],
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CostsByUse>,
-    pub(super) choice: Result<Choice, NoEligibleWorker>,
+    pub(super) choice: Result<RouteChoice, NoEligibleWorker>,
     pub(super) seed: PlacementSeed,
     /// The speed of the model's answers; 0 before the first answer.
-    pub(super) pace: Pace,
+    pub(super) pace: AnswerPace,
 }
 
 impl ModelHistory {
-    fn pace(&self) -> Option<Pace> {
+    fn pace(&self) -> Option<AnswerPace> {
         let answer = Duration::from_secs_f64(self.answer_ms.get()? / 1e3);
-        Some(Pace { answer, token: answer.div_f64(self.lengths.mean()?.max(1.0)) })
+        Some(AnswerPace { answer, token: answer.div_f64(self.lengths.mean()?.max(1.0)) })
     }
 }
 
@@ -71,11 +71,11 @@ impl Placer {
     /// request, and workers whose circuit breakers are open, are used only if no other worker is eligible.
     pub(super) fn decide<'a>(
         &mut self,
-        members: &'a Members,
+        members: &'a ClusterMembers,
         request: &'a PlacementRequest,
         excluded: &Excluded,
         attempt: u32,
-    ) -> Result<Decision<'a>, PlacementError> {
+    ) -> Result<PlacementDecision<'a>, PlacementError> {
         let mut decision = self.weigh(members, request, attempt, &excluded.failed, Some(members.now()))?;
         if decision.choice == Err(NoEligibleWorker::AllFailed) {
             decision = self.weigh(members, request, attempt, &excluded.suspect, None)?;
@@ -93,14 +93,14 @@ impl Placer {
     /// placement may choose another of them.
     pub(super) fn preview<'a>(
         &self,
-        members: &'a Members,
+        members: &'a ClusterMembers,
         request: &'a PlacementRequest,
-    ) -> Result<Decision<'a>, PlacementError> {
+    ) -> Result<PlacementDecision<'a>, PlacementError> {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(members.now()))
     }
 
     /// Records that a worker of this role will compute so many tokens of a prompt to the model.
-    pub(super) fn on_placed(&mut self, model: &str, role: Role, tokens: u64, now: Instant) {
+    pub(super) fn on_placed(&mut self, model: &str, role: WorkerRole, tokens: u64, now: Instant) {
         if let Some(history) = self.by_model.get_mut(model) {
             history.demands.add(role, tokens, now);
         }
@@ -132,12 +132,12 @@ impl Placer {
 
     fn weigh<'a>(
         &self,
-        members: &'a Members,
+        members: &'a ClusterMembers,
         request: &'a PlacementRequest,
         attempt: u32,
         excluded: &BTreeSet<InstanceId>,
         breakers_at: Option<Instant>,
-    ) -> Result<Decision<'a>, PlacementError> {
+    ) -> Result<PlacementDecision<'a>, PlacementError> {
         let Self { settings, policy, by_model } = self;
         let model = members.requested_model(&request.model)?;
         let history = by_model.get(&model);
@@ -149,11 +149,11 @@ impl Placer {
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
-        for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.line.is_empty()) {
+        for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.queue.is_empty()) {
             // Tandem's own engines compute short prompts first, others those that arrived first.
             let shortest_first = member.info.transfer_family.is_empty();
             let own_tokens = candidate.new_tokens(&query, candidate.overlap_blocks.into());
-            let behind = member.line.behind(&request.account, request.priority, own_tokens, shortest_first);
+            let behind = member.queue.behind(&request.account, request.priority, own_tokens, shortest_first);
             candidate.behind_tokens = candidate.queued_tokens as f64 * behind.share;
             candidate.behind_prompts = behind.requests;
             // The request does not wait for prompts that it outranks, and their delay does not count.
@@ -165,18 +165,20 @@ impl Placer {
         let with_equal = equal.and_then(|equal| workers_of(equal, &members, &costs));
         let choice = with_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);
         let pace = history.and_then(ModelHistory::pace).unwrap_or_default();
-        Ok(Decision { model, members, query, hashes, candidates, costs, choice, seed, pace })
+        Ok(PlacementDecision { model, members, query, hashes, candidates, costs, choice, seed, pace })
     }
 }
 
 /// Returns the workers of an equal prompt; `None` if they are not eligible for this one.
-fn workers_of(equal: &v1::EqualPrompt, members: &[&Member], costs: &[CostsByUse]) -> Option<Choice> {
+fn workers_of(equal: &v1::EqualPrompt, members: &[&Member], costs: &[CostsByUse]) -> Option<RouteChoice> {
     let at = |instance_id: &str| members.iter().position(|member| *member.instance_id == *instance_id);
     let decode = at(&equal.decode_instance_id)?;
-    let Some(prefill) = &equal.prefill_instance_id else { return costs[decode].local.map(|_| Choice { decode, prefill: None }) };
+    let Some(prefill) = &equal.prefill_instance_id else {
+        return costs[decode].local.map(|_| RouteChoice { decode, prefill: None });
+    };
     let prefill = at(prefill)?;
     let is_eligible = costs[decode].decode.is_some() && costs[prefill].prefill.is_some();
-    is_eligible.then_some(Choice { decode, prefill: Some(prefill) })
+    is_eligible.then_some(RouteChoice { decode, prefill: Some(prefill) })
 }
 
 /// Returns the query for a request, and the hashes of the blocks that a worker may reuse.
@@ -197,9 +199,9 @@ fn query<'a>(
     (PlacementQuery { prompt_tokens, block_size, prefill, prompt_logits }, hashes)
 }
 
-impl Decision<'_> {
-    /// Returns the message to the frontend that names the chosen members, with the estimated wait in line.
-    pub(super) fn placement(&self, choice: Choice, wait: Duration) -> v1::Placement {
+impl PlacementDecision<'_> {
+    /// Returns the message to the frontend that names the chosen members, with the estimated wait in the queue.
+    pub(super) fn placement(&self, choice: RouteChoice, wait: Duration) -> v1::Placement {
         let describe = |at: usize| {
             let Candidate { overlap_blocks, predicted_blocks, .. } = self.candidates[at];
             v1::Candidate { worker: Some(self.members[at].reference()), overlap_blocks, predicted_blocks }

@@ -24,7 +24,7 @@ pub(crate) struct PlacementRequest {
     pub(crate) prompt_logits: bool,
     pub(crate) account: Arc<str>,
     pub(crate) priority: Priority,
-    /// The longest time for which the request may wait in line; `None`: it may wait without a limit, or it has already been placed once.
+    /// The longest time for which the request may wait in the queue; `None`: it may wait without a limit, or it has already been placed once.
     pub(crate) max_wait: Option<Duration>,
     /// The workers of an equal prompt of the same request.
     pub(crate) equal_prompt: Option<EqualPrompt>,
@@ -53,7 +53,7 @@ pub(crate) enum PlacementError {
     TooManyBookings,
     #[error("the request has failed on all placements that one request may have; try again later")]
     TooManyAttempts,
-    #[error("the request would wait in line for longer than its limit; try again in {} seconds", .retry_after.as_secs_f64().ceil())]
+    #[error("the request would wait in the queue for longer than its limit; try again in {} seconds", .retry_after.as_secs_f64().ceil())]
     Overloaded {
         /// The time until the estimated wait is within the limit, if no other request is placed meanwhile.
         retry_after: Duration,

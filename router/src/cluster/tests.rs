@@ -16,13 +16,13 @@ use tandem_proto::v1::{Identity, worker_info};
 
 const BLOCK: u32 = 16;
 
-impl Members {
+impl ClusterMembers {
     fn get(&self, id: MemberId) -> &Member {
         self.iter().find(|(other, _)| **other == id).expect("the worker is a member").1
     }
 }
 
-impl State {
+impl ClusterState {
     /// Replaces the member's cache by an empty one.
     fn empty(&mut self, id: MemberId) {
         let index = self.members.index.clone();
@@ -31,7 +31,7 @@ impl State {
 }
 
 struct Scenario {
-    state: State,
+    state: ClusterState,
     recorder: Metrics,
     requests: u64,
 }
@@ -141,7 +141,7 @@ impl Scenario {
         for member in self.state.members.values() {
             let booked = &member.bookings;
             assert_eq!((booked.tokens, booked.sequences, booked.count, booked.answer_tokens), (0, 0, 0, 0));
-            assert!(member.line.is_empty());
+            assert!(member.queue.is_empty());
         }
         assert!(self.state.members.predictions.is_empty());
         assert!(self.recorder.render().contains("tandem_router_bookings 0"), "{}", self.recorder.render());

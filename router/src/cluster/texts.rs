@@ -1,6 +1,6 @@
 //! Texts for operators in the router's replies. Programs show them unchanged and never parse them.
 
-use crate::route::{self, Candidate, Choice, Cost, CostsByUse, Pair, PlacementSeed};
+use crate::route::{self, Candidate, Cost, CostsByUse, PlacementSeed, RouteChoice, WorkerPair};
 use std::collections::BTreeSet;
 use tandem_proto::v1::ModelView;
 
@@ -24,25 +24,25 @@ pub(super) fn all_unavailable(models: &[ModelView]) -> Option<String> {
 
 /// Returns the reason for the choice: its cost and the costs of the best alternatives. `costs`, `workers` and `name` are indexed by candidate.
 pub(super) fn explanation<'a>(
-    choice: Choice,
+    choice: RouteChoice,
     costs: &[CostsByUse],
     workers: &[Candidate],
     name: impl Fn(usize) -> &'a str,
 ) -> String {
     let total = |cost: &Option<Cost>| cost.as_ref().map(Cost::total);
     let on_one = |at: usize| format!("prefill and decode on {}", name(at));
-    let on_two = |Pair { prefill, decode }| format!("prefill on {}, decode on {}", name(prefill), name(decode));
+    let on_two = |WorkerPair { prefill, decode }| format!("prefill on {}, decode on {}", name(prefill), name(decode));
     // The chosen workers are removed from the costs, because they are no alternative to themselves.
     let mut others = costs.to_vec();
     let (chosen, ms) = match choice {
-        Choice { decode, prefill: None } => {
+        RouteChoice { decode, prefill: None } => {
             others[decode].local = None;
             (on_one(decode), total(&costs[decode].local))
         }
-        Choice { decode, prefill: Some(prefill) } => {
+        RouteChoice { decode, prefill: Some(prefill) } => {
             others[prefill].prefill = None;
             let ms = total(&costs[prefill].prefill).zip(total(&costs[decode].decode));
-            (on_two(Pair { prefill, decode }), ms.map(|(prefill_ms, decode_ms)| prefill_ms + decode_ms))
+            (on_two(WorkerPair { prefill, decode }), ms.map(|(prefill_ms, decode_ms)| prefill_ms + decode_ms))
         }
     };
     let remote = route::cheapest_pair(&others, workers, PlacementSeed::default()).map(|pair| (on_two(pair.workers), pair.cost));

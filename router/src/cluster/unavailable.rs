@@ -44,11 +44,10 @@ impl UnavailableWorkers {
         self.unlisted || !self.expected.is_empty()
     }
 
-    /// Records the reason why a worker is not a member. `incompatible` is true if the worker must not join with its present identity.
-    pub(crate) fn insert(&mut self, address: &str, reason: String, incompatible: bool) {
-        self.remove(address);
-        let worker = UnavailableWorker { address: address.to_owned(), reason, incompatible };
-        self.by_address.insert(address.to_owned(), worker);
+    /// Records that a worker is not a member.
+    pub(crate) fn insert(&mut self, worker: UnavailableWorker) {
+        self.remove(&worker.address);
+        self.by_address.insert(worker.address.clone(), worker);
     }
 
     /// Removes a worker that has joined or is no longer listed.

@@ -1,6 +1,6 @@
 //! What the router reports on itself and on the cluster.
 
-use super::{State, texts};
+use super::{ClusterState, texts};
 use crate::route::NoEligibleWorker;
 use std::sync::Arc;
 use tandem_proto::{
@@ -8,7 +8,7 @@ use tandem_proto::{
     v1::{self, Identity, WorkerInfo},
 };
 
-impl State {
+impl ClusterState {
     /// Returns the identity on which all processes must agree: the operator's settings, with the cluster's name and version taken from the
     /// members if they are empty.
     pub(crate) fn identity(&self) -> Identity {

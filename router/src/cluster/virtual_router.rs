@@ -12,7 +12,7 @@ const MODEL: &str = "m";
 
 /// A router in virtual time. Its workers are numbered from 0, in the order in which they join for the first time.
 pub struct VirtualRouter {
-    state: State,
+    state: ClusterState,
     workers: Vec<Joined>,
     /// The number of instances that have joined.
     instances: u64,
@@ -32,7 +32,7 @@ struct Joined {
 #[derive(Clone, Copy, Debug)]
 pub struct VirtualWorker {
     /// The role.
-    pub role: Role,
+    pub role: WorkerRole,
     /// Tokens per block, the same for all workers.
     pub block_size: u32,
     /// The blocks of its cache.
@@ -126,8 +126,8 @@ impl VirtualRouter {
     fn join_as(&mut self, number: usize, worker: VirtualWorker) -> (MemberId, String) {
         let VirtualWorker { role, block_size, capacity_blocks, block_bytes, step_tokens } = worker;
         let role = match role {
-            Role::Prefill => worker_info::Role::Prefill,
-            Role::Decode => worker_info::Role::Decode,
+            WorkerRole::Prefill => worker_info::Role::Prefill,
+            WorkerRole::Decode => worker_info::Role::Decode,
         };
         let instance_id = format!("{number}-{}", self.instances);
         self.instances += 1;
@@ -225,7 +225,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
 }
 
 /// What the service does in slices, at once.
-impl State {
+impl ClusterState {
     /// Applies all events of the batch, and then its load.
     pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, stats: ReportedStats) {
         if let Some(worker) = self.members.indexed(id).filter(|_| !batch.events.is_empty()) {

@@ -1,28 +1,28 @@
-//! Refuses requests that would wait too long in line (docs/adr/035-admission-by-wait.md).
+//! Refuses requests that would wait too long in the queue (docs/adr/035-admission-by-wait.md).
 
 use super::{
     members::Member,
-    placement::Decision,
+    placement::PlacementDecision,
     request::{PlacementError, PlacementRequest},
 };
 use crate::{
-    line::Waiting,
     places::Room,
-    route::{self, Choice, Cost, CostsByUse, Role},
+    prefill_queue::QueueEntry,
+    route::{self, Cost, CostsByUse, RouteChoice, WorkerRole},
 };
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The speed that a line without a measured one is assumed to have, as a fraction of its worker's prefill rate. Decoding, and the fixed times of steps,
+/// The speed that a queue without a measured one is assumed to have, as a fraction of its worker's prefill rate. Decoding, and the fixed times of steps,
 /// take the rest.
 const EFFICIENCY: f64 = 0.75;
 
 /// Estimates how long a request would wait for each candidate of a decision.
 struct Waits<'a> {
-    decision: &'a Decision<'a>,
-    request: Waiting,
+    decision: &'a PlacementDecision<'a>,
+    request: QueueEntry,
     now: Instant,
-    /// The mean speed of the lines of prefill workers and of those of decode workers; `None`: the speed of no line is known.
+    /// The mean speed of the queues of prefill workers and of those of decode workers; `None`: the speed of no queue is known.
     prefill_speed: Option<f64>,
     decode_speed: Option<f64>,
     /// The mean prefill rate of the workers that have measured one; `None`: no worker has.
@@ -38,19 +38,19 @@ struct WaitByUse {
     local: f64,
 }
 
-impl Decision<'_> {
+impl PlacementDecision<'_> {
     /// Returns how many prompt tokens the request has to compute with this choice.
-    pub(super) fn new_tokens(&self, choice: Choice) -> u64 {
+    pub(super) fn new_tokens(&self, choice: RouteChoice) -> u64 {
         let computes = &self.candidates[choice.prefill.unwrap_or(choice.decode)];
         computes.new_tokens(&self.query, u64::from(computes.overlap_blocks) + u64::from(computes.predicted_blocks))
     }
 
-    /// Returns the request's entry in the line of the chosen worker.
-    pub(super) fn waiting(&self, request: &PlacementRequest, choice: Choice) -> Waiting {
-        Waiting::new(request.account.clone(), request.priority, self.new_tokens(choice))
+    /// Returns the request's entry in the queue of the chosen worker.
+    pub(super) fn waiting(&self, request: &PlacementRequest, choice: RouteChoice) -> QueueEntry {
+        QueueEntry::new(request.account.clone(), request.priority, self.new_tokens(choice))
     }
 
-    /// Returns `choice`, the cheapest one, with the estimated wait in line. If that is longer than the request's limit, returns the
+    /// Returns `choice`, the cheapest one, with the estimated wait in the queue. If that is longer than the request's limit, returns the
     /// cheapest choice with which it is not.
     ///
     /// # Errors
@@ -58,9 +58,9 @@ impl Decision<'_> {
     pub(super) fn within(
         &self,
         request: &PlacementRequest,
-        choice: Choice,
+        choice: RouteChoice,
         now: Instant,
-    ) -> Result<(Choice, Duration), PlacementError> {
+    ) -> Result<(RouteChoice, Duration), PlacementError> {
         let waits = Waits::new(self, self.waiting(request, choice), now);
         let max_ms = request.max_wait.map_or(f64::INFINITY, |max_wait| max_wait.as_secs_f64() * 1e3);
         let wait_ms = wait_of(choice, |at| waits.by_use(at));
@@ -74,7 +74,7 @@ impl Decision<'_> {
         Err(self.retry_after_shortest(&by_use, max_ms))
     }
 
-    /// Returns the error of a request that has waited in line for longer than `max_wait`.
+    /// Returns the error of a request that has waited in the queue for longer than `max_wait`.
     pub(super) fn overloaded(&self, request: &PlacementRequest, max_wait: Duration, now: Instant) -> PlacementError {
         let Ok(choice) = self.choice else { return PlacementError::Overloaded { retry_after: Duration::ZERO } };
         let waits = Waits::new(self, self.waiting(request, choice), now);
@@ -90,7 +90,7 @@ impl Decision<'_> {
 
     /// Returns the choice of the lowest costs, which `cost` computes from the estimated cost and the wait of each use. A use without a cost is not
     /// chosen.
-    fn cheapest(&self, by_use: &[WaitByUse], cost: impl Fn(Cost, f64) -> Option<Cost>) -> Option<Choice> {
+    fn cheapest(&self, by_use: &[WaitByUse], cost: impl Fn(Cost, f64) -> Option<Cost>) -> Option<RouteChoice> {
         let costs = self.costs.iter().zip(by_use).map(|(costs, wait)| CostsByUse {
             prefill: costs.prefill.and_then(|of_use| cost(of_use, wait.prefill)),
             decode: costs.decode.and_then(|of_use| cost(of_use, wait.decode)),
@@ -101,38 +101,38 @@ impl Decision<'_> {
 }
 
 impl<'a> Waits<'a> {
-    fn new(decision: &'a Decision<'a>, request: Waiting, now: Instant) -> Self {
-        let mean = |role: Role| {
+    fn new(decision: &'a PlacementDecision<'a>, request: QueueEntry, now: Instant) -> Self {
+        let mean = |role: WorkerRole| {
             let of_role = decision.members.iter().filter(|member| member.role == role);
-            average(of_role.filter_map(|member| member.line.speed(now)))
+            average(of_role.filter_map(|member| member.queue.speed(now)))
         };
         let rate = |member: &&Member| Some(member.load.prefill_tokens_per_second).filter(|rate| *rate > 0.0);
         Self {
             decision,
             request,
             now,
-            prefill_speed: mean(Role::Prefill),
-            decode_speed: mean(Role::Decode),
+            prefill_speed: mean(WorkerRole::Prefill),
+            decode_speed: mean(WorkerRole::Decode),
             mean_rate: average(decision.members.iter().filter_map(rate)),
         }
     }
 
-    /// Estimates the waits for one candidate. A line whose speed is not known is assumed to have the mean speed of the other lines of its role. If
+    /// Estimates the waits for one candidate. A queue whose speed is not known is assumed to have the mean speed of the other queues of its role. If
     /// none is known, the queued tokens are divided by a part of the worker's rate. A cluster that has measured nothing, and whose requests do not wait,
     /// refuses nothing.
     fn by_use(&self, at: usize) -> WaitByUse {
         let member = self.decision.members[at];
-        let mean = if member.role == Role::Prefill { self.prefill_speed } else { self.decode_speed };
-        let speed = member.line.speed(self.now).or(mean);
-        let line = member.line.wait(&self.request, speed.unwrap_or(f64::INFINITY), self.now);
-        let line_ms = (line.as_secs_f64() * 1e3).max(if speed.is_some() { 0.0 } else { self.queue_ms(at) });
-        let place_ms = if member.role == Role::Decode { self.place(at).as_secs_f64() * 1e3 } else { 0.0 };
+        let mean = if member.role == WorkerRole::Prefill { self.prefill_speed } else { self.decode_speed };
+        let speed = member.queue.speed(self.now).or(mean);
+        let queue = member.queue.wait(&self.request, speed.unwrap_or(f64::INFINITY), self.now);
+        let line_ms = (queue.as_secs_f64() * 1e3).max(if speed.is_some() { 0.0 } else { self.queue_ms(at) });
+        let place_ms = if member.role == WorkerRole::Decode { self.place(at).as_secs_f64() * 1e3 } else { 0.0 };
         WaitByUse { prefill: line_ms, decode: place_ms, local: line_ms.max(place_ms) }
     }
 
     /// Estimates the wait for a place and for memory on one candidate that decodes.
     fn place(&self, at: usize) -> Duration {
-        let Self { decision: Decision { members, candidates, query, pace, .. }, request, now, .. } = self;
+        let Self { decision: PlacementDecision { members, candidates, query, pace, .. }, request, now, .. } = self;
         let candidate = &candidates[at];
         let known = u64::from(candidate.overlap_blocks);
         let room = Room {
@@ -162,7 +162,7 @@ impl<'a> Waits<'a> {
 }
 
 /// Returns the wait for a choice in milliseconds. `by_use` returns the waits for one candidate.
-fn wait_of(choice: Choice, by_use: impl Fn(usize) -> WaitByUse) -> f64 {
+fn wait_of(choice: RouteChoice, by_use: impl Fn(usize) -> WaitByUse) -> f64 {
     match choice.prefill {
         None => by_use(choice.decode).local,
         Some(prefill) => by_use(prefill).prefill.max(by_use(choice.decode).decode),

@@ -1,11 +1,11 @@
-//! Changes of the index. Only one change runs at a time: the caller holds the lock of [`Writer`].
+//! Changes of the index. Only one change runs at a time: the caller holds the lock of [`IndexWriter`].
 
 use super::{
     PrefixIndex, Skipped, WorkerSlot,
     followed::Followed,
-    run::{RUN_BLOCKS, Run, common},
-    shard::{Link, Place, RunId, Shard, shard_of},
-    table::{ENTRIES_MAX, Table},
+    run::{BlockRun, RUN_BLOCKS, common},
+    shard::{BlockPlace, IndexShard, Link, RunId, shard_of},
+    table::{ENTRIES_MAX, HashTable},
 };
 use std::collections::{BTreeSet, VecDeque};
 use tandem_kv::SequenceHash;
@@ -14,7 +14,7 @@ use tandem_kv::SequenceHash;
 const AHEAD: usize = 16;
 
 /// The data that changes need and lookups do not need.
-pub(super) struct Writer {
+pub(super) struct IndexWriter {
     followed: Followed,
     rows: Vec<Row>,
     row_of: Vec<Option<u32>>,
@@ -28,13 +28,13 @@ pub(super) struct Writer {
 /// The blocks and runs of which a row has cached something.
 #[derive(Default)]
 struct Row {
-    /// The place of each block that the row has cached ([`Place::value`]).
-    blocks: Table,
+    /// The place of each block that the row has cached ([`BlockPlace::value`]).
+    blocks: HashTable,
     /// The runs of which the row has cached leading blocks ([`RunId::value`]).
-    runs: Table,
+    runs: HashTable,
 }
 
-impl Writer {
+impl IndexWriter {
     /// `seed` is the seed of hash tables.
     pub(super) fn new(seed: u64) -> Self {
         Self {
@@ -123,13 +123,13 @@ impl Writer {
 }
 
 impl PrefixIndex {
-    fn hash_at(&self, place: Place) -> SequenceHash {
+    fn hash_at(&self, place: BlockPlace) -> SequenceHash {
         self.shards[place.run.shard()].read().run(place.run).hashes[place.offset]
     }
 
-    pub(super) fn locate(&self, writer: &Writer, row: u32, hash: SequenceHash) -> Option<Place> {
-        let is_it = |value| self.hash_at(Place::of_value(value)) == hash;
-        writer.rows[row as usize].blocks.find(self.mix(hash), is_it).map(Place::of_value)
+    pub(super) fn locate(&self, writer: &IndexWriter, row: u32, hash: SequenceHash) -> Option<BlockPlace> {
+        let is_it = |value| self.hash_at(BlockPlace::of_value(value)) == hash;
+        writer.rows[row as usize].blocks.find(self.mix(hash), is_it).map(BlockPlace::of_value)
     }
 
     fn run_from(&self, hash: SequenceHash) -> Option<RunId> {
@@ -138,7 +138,7 @@ impl PrefixIndex {
     }
 
     /// Sets how many leading blocks of the run the row has cached.
-    fn set(&self, writer: &mut Writer, run: &mut Run, id: RunId, row: u32, old: u32, new: u32) {
+    fn set(&self, writer: &mut IndexWriter, run: &mut BlockRun, id: RunId, row: u32, old: u32, new: u32) {
         if old == new {
             return;
         }
@@ -155,7 +155,7 @@ impl PrefixIndex {
     /// cached the parent.
     pub(super) fn store_piece(
         &self,
-        writer: &mut Writer,
+        writer: &mut IndexWriter,
         row: u32,
         parent: Option<SequenceHash>,
         mut hashes: &[SequenceHash],
@@ -164,8 +164,8 @@ impl PrefixIndex {
         // The place of the next block, if that block belongs to the same run as the block before it.
         let mut next = None;
         if let Some(parent) = parent {
-            let Some(Place { run, offset }) = self.locate(writer, row, parent) else { return false };
-            next = Some(Place { run, offset: offset + 1 });
+            let Some(BlockPlace { run, offset }) = self.locate(writer, row, parent) else { return false };
+            next = Some(BlockPlace { run, offset: offset + 1 });
         }
         if writer.rows[row as usize].blocks.len() + hashes.len() > ENTRIES_MAX {
             skipped.beyond_index_blocks += hashes.len() as u64;
@@ -175,7 +175,7 @@ impl PrefixIndex {
             let stored = match next.and_then(|place| self.store_known(writer, row, place, hashes)) {
                 Some(stored) => Some(stored),
                 None => match self.run_from(hashes[0]) {
-                    Some(run) => self.store_known(writer, row, Place { run, offset: 0 }, hashes),
+                    Some(run) => self.store_known(writer, row, BlockPlace { run, offset: 0 }, hashes),
                     None => self.store_new(writer, row, next, hashes),
                 },
             };
@@ -197,11 +197,11 @@ impl PrefixIndex {
     /// the place after the stored blocks, and their number; `None` if the run has another block at the place or ends there.
     fn store_known(
         &self,
-        writer: &mut Writer,
+        writer: &mut IndexWriter,
         row: u32,
-        Place { run: id, offset }: Place,
+        BlockPlace { run: id, offset }: BlockPlace,
         hashes: &[SequenceHash],
-    ) -> Option<(Place, usize)> {
+    ) -> Option<(BlockPlace, usize)> {
         let (known, held) = {
             let shard = self.shards[id.shard()].read();
             let run = shard.run(id);
@@ -211,22 +211,28 @@ impl PrefixIndex {
             (common(&run.hashes[offset..], hashes), run.holders.get(row) as usize)
         };
         if offset + known <= held {
-            return Some((Place { run: id, offset: offset + known }, known));
+            return Some((BlockPlace { run: id, offset: offset + known }, known));
         }
         // The comparison of hashes locks other shards, so this shard must not be locked meanwhile.
-        let new = self.insert_places(writer, row, Place { run: id, offset: held }, &hashes[held - offset..known]);
+        let new = self.insert_places(writer, row, BlockPlace { run: id, offset: held }, &hashes[held - offset..known]);
         let end = held + new;
         let mut shard = self.shards[id.shard()].write();
         let run = shard.run_mut(id);
         self.set(writer, run, id, row, held as u32, end as u32);
-        Some((Place { run: id, offset: end }, end - offset))
+        Some((BlockPlace { run: id, offset: end }, end - offset))
     }
 
     /// Stores leading blocks of `hashes`, the first of which is not in the index. They extend the run that ends at `next` if the row is the run's
     /// only holder. Returns the place after the last stored block, and the number of stored blocks; `None` if the index is full.
-    fn store_new(&self, writer: &mut Writer, row: u32, next: Option<Place>, hashes: &[SequenceHash]) -> Option<(Place, usize)> {
+    fn store_new(
+        &self,
+        writer: &mut IndexWriter,
+        row: u32,
+        next: Option<BlockPlace>,
+        hashes: &[SequenceHash],
+    ) -> Option<(BlockPlace, usize)> {
         let (mut extended, mut before) = (None, None);
-        if let Some(Place { run: id, offset }) = next {
+        if let Some(BlockPlace { run: id, offset }) = next {
             let shard = self.shards[id.shard()].read();
             let run = shard.run(id);
             before = Some(run.hashes[offset - 1]);
@@ -234,9 +240,9 @@ impl PrefixIndex {
         }
         let place = match extended {
             Some(place) => place,
-            None => Place { run: self.shards[shard_of(self.mix(hashes[0]))].write().add(Run::new())?, offset: 0 },
+            None => BlockPlace { run: self.shards[shard_of(self.mix(hashes[0]))].write().add(BlockRun::new())?, offset: 0 },
         };
-        let Place { run: id, offset } = place;
+        let BlockPlace { run: id, offset } = place;
         let mut hashes = &hashes[..hashes.len().min(RUN_BLOCKS - offset)];
         if writer.followed.any_absent()
             && let Some(at) = hashes.iter().position(|hash| writer.followed.contains(self.mix(*hash), *hash))
@@ -262,7 +268,7 @@ impl PrefixIndex {
             shard.show(self.mix(hashes[0]), id);
             shard.link_mut(id).before = before;
             drop(shard);
-            if let (Some(Place { run: id, offset }), Some(before)) = (next, before) {
+            if let (Some(BlockPlace { run: id, offset }), Some(before)) = (next, before) {
                 writer.followed.add(self.mix(before), before);
                 let mut shard = self.shards[id.shard()].write();
                 let link = shard.link_mut(id);
@@ -271,20 +277,20 @@ impl PrefixIndex {
                 shard.set_fork(mixed, id, offset);
             }
         }
-        Some((Place { run: id, offset: end }, stored))
+        Some((BlockPlace { run: id, offset: end }, stored))
     }
 
     /// Records that the row has cached leading blocks of `hashes`, at `place` and the places after it. Returns their number. It stops before a block
     /// that the row has cached elsewhere.
-    fn insert_places(&self, writer: &mut Writer, row: u32, place: Place, hashes: &[SequenceHash]) -> usize {
+    fn insert_places(&self, writer: &mut IndexWriter, row: u32, place: BlockPlace, hashes: &[SequenceHash]) -> usize {
         let blocks = &mut writer.rows[row as usize].blocks;
         hashes.iter().take(AHEAD).for_each(|hash| blocks.prefetch(self.mix(*hash)));
         for (at, hash) in hashes.iter().enumerate() {
             if let Some(ahead) = hashes.get(at + AHEAD) {
                 blocks.prefetch(self.mix(*ahead));
             }
-            let value = Place { offset: place.offset + at, ..place }.value();
-            if !blocks.insert(self.mix(*hash), value, |other| self.is_at(place, hashes, Place::of_value(other), *hash)) {
+            let value = BlockPlace { offset: place.offset + at, ..place }.value();
+            if !blocks.insert(self.mix(*hash), value, |other| self.is_at(place, hashes, BlockPlace::of_value(other), *hash)) {
                 return at;
             }
         }
@@ -292,7 +298,7 @@ impl PrefixIndex {
     }
 
     /// Returns whether the block is at this place. `hashes` will be stored at `new` and the places after it.
-    fn is_at(&self, new: Place, hashes: &[SequenceHash], place: Place, hash: SequenceHash) -> bool {
+    fn is_at(&self, new: BlockPlace, hashes: &[SequenceHash], place: BlockPlace, hash: SequenceHash) -> bool {
         if place.run == new.run && place.offset >= new.offset {
             return hashes[place.offset - new.offset] == hash;
         }
@@ -300,7 +306,7 @@ impl PrefixIndex {
     }
 
     /// Moves the blocks of the run from `at` on into a run of their own, and returns it; `None` if the index is full.
-    fn split(&self, writer: &mut Writer, id: RunId, at: usize) -> Option<RunId> {
+    fn split(&self, writer: &mut IndexWriter, id: RunId, at: usize) -> Option<RunId> {
         let mut shard = self.shards[id.shard()].write();
         let followed = shard.link_mut(id).followed;
         let run = shard.run(id);
@@ -324,7 +330,7 @@ impl PrefixIndex {
             let row = &mut writer.rows[row as usize];
             row.runs.insert(self.key.mix(new.value()), new.value(), |_| false);
             for (offset, hash) in hashes[..blocks as usize].iter().enumerate() {
-                let (old, new) = (Place { run: id, offset: at + offset }, Place { run: new, offset });
+                let (old, new) = (BlockPlace { run: id, offset: at + offset }, BlockPlace { run: new, offset });
                 row.blocks.replace(self.mix(*hash), old.value(), new.value());
             }
         }
@@ -332,11 +338,11 @@ impl PrefixIndex {
     }
 
     /// Records that the row has not cached these blocks any more. Blocks that succeed or precede each other in a run are removed at once.
-    pub(super) fn remove(&self, writer: &mut Writer, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
-        let prefetch = |blocks: &Table, hash: &SequenceHash| blocks.prefetch(self.mix(*hash));
+    pub(super) fn remove(&self, writer: &mut IndexWriter, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
+        let prefetch = |blocks: &HashTable, hash: &SequenceHash| blocks.prefetch(self.mix(*hash));
         hashes.iter().take(AHEAD).for_each(|hash| prefetch(&writer.rows[row as usize].blocks, hash));
         while let Some(first) = hashes.first() {
-            let Some(Place { run: id, offset }) = self.locate(writer, row, *first) else {
+            let Some(BlockPlace { run: id, offset }) = self.locate(writer, row, *first) else {
                 skipped.absent_blocks += 1;
                 hashes = &hashes[1..];
                 continue;
@@ -363,10 +369,10 @@ impl PrefixIndex {
                     prefetch(blocks, ahead);
                 }
                 let offset = if up > down { offset + at } else { offset - at };
-                blocks.remove(self.mix(*hash), Place { run: id, offset }.value());
+                blocks.remove(self.mix(*hash), BlockPlace { run: id, offset }.value());
             }
             for (at, hash) in kept.iter().enumerate() {
-                blocks.remove(self.mix(*hash), Place { run: id, offset: end + at }.value());
+                blocks.remove(self.mix(*hash), BlockPlace { run: id, offset: end + at }.value());
             }
             self.shorten(writer, &mut self.shards[id.shard()].write(), id, row, held as u32, start as u32);
             hashes = &hashes[count..];
@@ -375,7 +381,15 @@ impl PrefixIndex {
 
     /// Lowers the number of leading blocks of the run that the row has cached. Blocks that no row has cached any more leave the run.
     /// Returns their number.
-    pub(super) fn shorten(&self, writer: &mut Writer, shard: &mut Shard, id: RunId, row: u32, old: u32, new: u32) -> usize {
+    pub(super) fn shorten(
+        &self,
+        writer: &mut IndexWriter,
+        shard: &mut IndexShard,
+        id: RunId,
+        row: u32,
+        old: u32,
+        new: u32,
+    ) -> usize {
         let Link { before, followed } = *shard.link_mut(id);
         let run = shard.run_mut(id);
         self.set(writer, run, id, row, old, new);
@@ -401,7 +415,7 @@ impl PrefixIndex {
 use {super::followed::Follows, std::collections::BTreeMap};
 
 #[cfg(test)]
-impl Writer {
+impl IndexWriter {
     /// Checks which blocks runs follow, and for each row the numbers of its runs and blocks.
     pub(super) fn check(&self, followed: BTreeMap<SequenceHash, Follows>, rows: &BTreeMap<u32, (usize, u64)>) {
         assert_eq!(self.followed.iter().collect::<BTreeMap<_, _>>(), followed);

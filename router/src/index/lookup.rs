@@ -10,7 +10,7 @@ use tandem_kv::SequenceHash;
 
 /// The rows that lookups see.
 #[derive(Default)]
-pub(super) struct View {
+pub(super) struct VisibleRows {
     /// The set of visible rows.
     pub(super) visible: Vec<Visible>,
     /// The worker of each visible row.
@@ -27,7 +27,7 @@ pub(super) struct Visible {
     in_order: bool,
 }
 
-impl View {
+impl VisibleRows {
     pub(super) fn show(&mut self, worker: WorkerSlot, row: u32) {
         let (word, bit) = place(row);
         if row as usize >= self.worker_of.len() {
@@ -90,8 +90,8 @@ impl View {
 }
 
 /// What a lookup knows after some runs along the prompt.
-struct Answer<'a> {
-    view: &'a View,
+struct LookupState<'a> {
+    view: &'a VisibleRows,
     /// By worker slot, with space for all rows.
     leading: Vec<u32>,
     /// The rows that have cached all blocks so far, as a set. Up to 1,024 rows need no allocation.
@@ -101,9 +101,9 @@ struct Answer<'a> {
     list: Option<([u32; FEW], usize)>,
 }
 
-impl<'a> Answer<'a> {
+impl<'a> LookupState<'a> {
     #[expect(clippy::slow_vector_initialization, reason = "the C library's calloc has no cache of freed memory for each thread")]
-    fn new(view: &'a View) -> Self {
+    fn new(view: &'a VisibleRows) -> Self {
         let words = view.visible.len();
         let mut leading = Vec::with_capacity(view.workers.max(words * 64));
         leading.resize(leading.capacity(), 0);
@@ -189,7 +189,7 @@ impl PrefixIndex {
             prefetch(&self.shards, shard_of(self.mix(*first)));
         }
         let view = self.view.read();
-        let mut answer = Answer::new(&view);
+        let mut answer = LookupState::new(&view);
         let end = self.walk(hashes, |holders, from, common| answer.visit(holders, from, common));
         answer.finish(end)
     }

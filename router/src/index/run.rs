@@ -17,7 +17,7 @@ const LINES: usize = 8;
 ///
 /// A run fills one line of the processor's cache, so that a lookup reads only one line for a run that has few holders.
 #[repr(align(64))]
-pub(super) struct Run {
+pub(super) struct BlockRun {
     pub(super) hashes: Vec<SequenceHash>,
     /// The hash of the last block. It is stored separately, so that a lookup of the whole run need not read `hashes`.
     pub(super) last: SequenceHash,
@@ -86,7 +86,7 @@ pub(super) fn common(one: &[SequenceHash], other: &[SequenceHash]) -> usize {
     equal
 }
 
-impl Run {
+impl BlockRun {
     pub(super) fn new() -> Self {
         Self { hashes: Vec::new(), last: SequenceHash(0), fork: 0, holders: Holders::new([]) }
     }

@@ -1,6 +1,6 @@
 //! A shard of the index: the runs whose first blocks select it.
 
-use super::{prefetch::prefetch, run::Run, table::Table};
+use super::{prefetch::prefetch, run::BlockRun, table::HashTable};
 use parking_lot::RwLock;
 use tandem_kv::SequenceHash;
 
@@ -15,7 +15,7 @@ const SHARD_RUNS_MAX: usize = (1 << AT_BITS) - 1;
 
 /// A block's run and its position in the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct BlockPlace {
     pub(super) run: RunId,
     pub(super) offset: usize,
 }
@@ -47,7 +47,7 @@ impl RunId {
     }
 }
 
-impl Place {
+impl BlockPlace {
     /// Returns the place in the form in which a table stores it, which is never 0.
     pub(super) fn value(self) -> u64 {
         self.run.value() << OFFSET_BITS | self.offset as u64
@@ -79,22 +79,22 @@ pub(super) struct Link {
 
 /// A shard and its lock. What a lookup reads of them is in one line of the processor's cache.
 #[repr(align(64))]
-pub(super) struct Locked(RwLock<Shard>);
+pub(super) struct Locked(RwLock<IndexShard>);
 
 impl std::ops::Deref for Locked {
-    type Target = RwLock<Shard>;
+    type Target = RwLock<IndexShard>;
 
-    fn deref(&self) -> &RwLock<Shard> {
+    fn deref(&self) -> &RwLock<IndexShard> {
         &self.0
     }
 }
 
 /// A part of the runs of the index. Lookups see only the runs that are in `heads`.
 #[repr(C)]
-pub(super) struct Shard {
-    runs: Vec<Run>,
-    /// By the first block of each run: the run's position in `runs`, plus 1, in the last bits, and its [`Run::fork`].
-    heads: Table,
+pub(super) struct IndexShard {
+    runs: Vec<BlockRun>,
+    /// By the first block of each run: the run's position in `runs`, plus 1, in the last bits, and its [`BlockRun::fork`].
+    heads: HashTable,
     /// The link of each run.
     links: Vec<Link>,
     free: Vec<u32>,
@@ -104,11 +104,11 @@ pub(super) struct Shard {
 impl Locked {
     pub(super) fn new(number: usize) -> Self {
         let (runs, links, free) = (Vec::new(), Vec::new(), Vec::new());
-        Self(RwLock::new(Shard { runs, heads: Table::default(), links, free, number }))
+        Self(RwLock::new(IndexShard { runs, heads: HashTable::default(), links, free, number }))
     }
 }
 
-impl Shard {
+impl IndexShard {
     /// Prefetches the memory that [`Self::find`] reads first.
     #[inline]
     pub(super) fn prefetch(&self, mixed: u64) {
@@ -116,9 +116,9 @@ impl Shard {
     }
 
     /// Returns the run that begins with the first of `hashes`, and how many of `hashes` are leading blocks of it. Calls `found` with the run's
-    /// [`Run::fork`] before it reads the run.
+    /// [`BlockRun::fork`] before it reads the run.
     #[inline]
-    pub(super) fn find(&self, mixed: u64, hashes: &[SequenceHash], found: impl FnOnce(usize)) -> Option<(&Run, usize)> {
+    pub(super) fn find(&self, mixed: u64, hashes: &[SequenceHash], found: impl FnOnce(usize)) -> Option<(&BlockRun, usize)> {
         let head = self.heads.find(mixed, |_| true)?;
         prefetch(&self.runs, at_of(head));
         found((head >> AT_BITS) as usize);
@@ -145,22 +145,22 @@ impl Shard {
         u64::from(self.run(id).fork) << AT_BITS | (id.at() as u64 + 1)
     }
 
-    /// Sets the run's [`Run::fork`]. `mixed` is the mixed hash of its first block.
+    /// Sets the run's [`BlockRun::fork`]. `mixed` is the mixed hash of its first block.
     pub(super) fn set_fork(&mut self, mixed: u64, id: RunId, fork: usize) {
         let before = self.head(id);
         self.run_mut(id).fork = fork as u32;
         self.heads.replace(mixed, before, self.head(id));
     }
 
-    pub(super) fn get(&self, id: RunId) -> Option<&Run> {
+    pub(super) fn get(&self, id: RunId) -> Option<&BlockRun> {
         self.runs.get(id.at())
     }
 
-    pub(super) fn run(&self, id: RunId) -> &Run {
+    pub(super) fn run(&self, id: RunId) -> &BlockRun {
         &self.runs[id.at()]
     }
 
-    pub(super) fn run_mut(&mut self, id: RunId) -> &mut Run {
+    pub(super) fn run_mut(&mut self, id: RunId) -> &mut BlockRun {
         &mut self.runs[id.at()]
     }
 
@@ -169,13 +169,13 @@ impl Shard {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let runs: usize = self.runs.iter().map(Run::bytes).sum();
-        let runs = runs + self.runs.capacity() * size_of::<Run>() + self.links.capacity() * size_of::<Link>();
+        let runs: usize = self.runs.iter().map(BlockRun::bytes).sum();
+        let runs = runs + self.runs.capacity() * size_of::<BlockRun>() + self.links.capacity() * size_of::<Link>();
         self.heads.bytes() + self.free.capacity() * 4 + runs
     }
 
     /// Adds a run that lookups do not see yet. Returns `None` if the shard is full.
-    pub(super) fn add(&mut self, run: Run) -> Option<RunId> {
+    pub(super) fn add(&mut self, run: BlockRun) -> Option<RunId> {
         let at = match self.free.pop() {
             Some(at) => {
                 self.runs[at as usize] = run;
@@ -199,7 +199,7 @@ impl Shard {
     /// Removes an empty run. `mixed` is the mixed hash of the block that was the run's first.
     pub(super) fn remove(&mut self, mixed: u64, id: RunId) {
         self.heads.remove(mixed, self.head(id));
-        (self.runs[id.at()], self.links[id.at()]) = (Run::new(), Link::default());
+        (self.runs[id.at()], self.links[id.at()]) = (BlockRun::new(), Link::default());
         self.free.push(id.at() as u32);
         if self.free.len() == self.runs.len() {
             (self.runs, self.links, self.free) = (Vec::new(), Vec::new(), Vec::new());
@@ -207,7 +207,7 @@ impl Shard {
     }
 
     #[cfg(test)]
-    pub(super) fn runs(&self) -> impl Iterator<Item = (RunId, &Run, &Link)> {
+    pub(super) fn runs(&self) -> impl Iterator<Item = (RunId, &BlockRun, &Link)> {
         let runs = self.runs.iter().zip(&self.links).enumerate();
         runs.filter(|(_, (run, _))| run.len() > 0).map(|(at, (run, link))| (RunId::new(at, self.number), run, link))
     }

@@ -27,7 +27,7 @@ pub(super) const ENTRIES_MAX: usize = 100_000_000;
 
 /// A hash table with values from 1 to 2^36 - 1. What a search in a small table reads first is at the beginning.
 #[repr(C)]
-pub(super) struct Table {
+pub(super) struct HashTable {
     depth: u32,
     /// The only segment of a small table. It is stored here, so that a search in such a table reads only the slots. Unused if `depth` is not 0.
     small: Segment,
@@ -41,14 +41,14 @@ pub(super) struct Table {
 /// The entries whose fingerprints have the same first `depth` bits.
 #[repr(C)]
 struct Segment {
-    buckets: Box<[Bucket]>,
+    buckets: Box<[TableBucket]>,
     len: usize,
     depth: u32,
 }
 
 #[derive(Clone, Copy, Default)]
 #[repr(align(64))]
-struct Bucket {
+struct TableBucket {
     /// The tag of each slot; 0 for an empty slot. The last byte is always 0.
     tags: u64,
     /// The entries; 0 in an empty slot.
@@ -57,7 +57,7 @@ struct Bucket {
 
 /// The position of a slot in a segment.
 #[derive(Clone, Copy)]
-struct Position {
+struct SlotPosition {
     bucket: usize,
     slot: usize,
 }
@@ -76,7 +76,7 @@ fn zero_bytes(bytes: u64) -> u64 {
     bytes.wrapping_sub(BYTES) & !bytes & BYTES << 7
 }
 
-impl Bucket {
+impl TableBucket {
     /// Returns the first slot for which `is_it` is true, among those that have the tag and some others.
     #[inline]
     fn slot(&self, tag: u64, mut is_it: impl FnMut(u64) -> bool) -> Option<usize> {
@@ -100,7 +100,7 @@ impl Bucket {
 
 impl Segment {
     fn new(buckets: usize, depth: u32) -> Self {
-        Self { buckets: vec![Bucket::default(); buckets].into(), len: 0, depth }
+        Self { buckets: vec![TableBucket::default(); buckets].into(), len: 0, depth }
     }
 
     #[inline]
@@ -116,26 +116,26 @@ impl Segment {
     /// Returns the position of the entry with this fingerprint for whose value `is_it` is true, or the position of the empty slot at which
     /// the search for it ends.
     #[inline]
-    fn search(&self, fingerprint: u64, mut is_it: impl FnMut(u64) -> bool) -> Result<Position, Position> {
+    fn search(&self, fingerprint: u64, mut is_it: impl FnMut(u64) -> bool) -> Result<SlotPosition, SlotPosition> {
         let (tag, mut bucket) = (tag(fingerprint), self.home(fingerprint));
         loop {
             let slots = &self.buckets[bucket];
             if let Some(slot) = slots.slot(tag, |entry| entry >> VALUE_BITS == fingerprint && is_it(entry & VALUE_MASK)) {
-                return Ok(Position { bucket, slot });
+                return Ok(SlotPosition { bucket, slot });
             }
             if let Some(slot) = slots.first_empty() {
-                return Err(Position { bucket, slot });
+                return Err(SlotPosition { bucket, slot });
             }
             bucket = (bucket + 1) & self.mask();
         }
     }
 
     /// Returns the position of the first empty slot for an entry with this fingerprint.
-    fn empty(&self, fingerprint: u64) -> Position {
+    fn empty(&self, fingerprint: u64) -> SlotPosition {
         let mut bucket = self.home(fingerprint);
         loop {
             if let Some(slot) = self.buckets[bucket].first_empty() {
-                return Position { bucket, slot };
+                return SlotPosition { bucket, slot };
             }
             bucket = (bucket + 1) & self.mask();
         }
@@ -143,7 +143,7 @@ impl Segment {
 
     /// Fills or empties a slot.
     #[inline]
-    fn set(&mut self, Position { bucket, slot }: Position, entry: u64) {
+    fn set(&mut self, SlotPosition { bucket, slot }: SlotPosition, entry: u64) {
         let bucket = &mut self.buckets[bucket];
         let (tag, shift) = (if entry == 0 { 0 } else { tag(entry >> VALUE_BITS) }, slot * 8);
         bucket.tags = bucket.tags & !(0xff << shift) | tag << shift;
@@ -167,7 +167,7 @@ impl Segment {
     }
 
     #[inline]
-    fn vacate(&mut self, at: Position) {
+    fn vacate(&mut self, at: SlotPosition) {
         let was_full = self.buckets[at.bucket].first_empty().is_none();
         self.set(at, 0);
         self.len -= 1;
@@ -178,7 +178,7 @@ impl Segment {
 
     /// Moves later entries so that no entry is after a bucket with an empty slot that a search for it visits first. `hole` was emptied.
     #[cold]
-    fn refill(&mut self, mut hole: Position) {
+    fn refill(&mut self, mut hole: SlotPosition) {
         let mask = self.mask();
         let (mut bucket, mut more) = (hole.bucket, true);
         while more {
@@ -191,7 +191,7 @@ impl Segment {
             };
             if let Some(slot) = slots.slots.iter().position(is_late) {
                 self.set(hole, slots.slots[slot]);
-                hole = Position { bucket, slot };
+                hole = SlotPosition { bucket, slot };
                 self.set(hole, 0);
             }
         }
@@ -204,14 +204,14 @@ impl Segment {
     }
 }
 
-impl Default for Table {
+impl Default for HashTable {
     fn default() -> Self {
         let small = Segment::new(SEGMENT_BUCKETS_MIN, 0);
         Self { small, segments: Vec::new(), directory: Vec::new(), depth: 0, free_segments: Vec::new(), len: 0 }
     }
 }
 
-impl Table {
+impl HashTable {
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -249,7 +249,7 @@ impl Table {
     #[inline]
     pub(super) fn find(&self, hash: u64, is_it: impl FnMut(u64) -> bool) -> Option<u64> {
         let segment = self.segment(fingerprint(hash));
-        let Position { bucket, slot } = segment.search(fingerprint(hash), is_it).ok()?;
+        let SlotPosition { bucket, slot } = segment.search(fingerprint(hash), is_it).ok()?;
         Some(segment.buckets[bucket].slots[slot] & VALUE_MASK)
     }
 
@@ -387,7 +387,7 @@ impl Table {
 
     pub(super) fn bytes(&self) -> usize {
         let slots: usize =
-            self.segments.iter().chain([&self.small]).map(|segment| segment.buckets.len() * size_of::<Bucket>()).sum();
+            self.segments.iter().chain([&self.small]).map(|segment| segment.buckets.len() * size_of::<TableBucket>()).sum();
         slots + self.directory.capacity() * 4 + self.segments.capacity() * size_of::<Segment>()
     }
 }
@@ -401,7 +401,7 @@ mod tests {
     #[test]
     fn table_equals_set_while_it_grows_and_shrinks() {
         let hash = |key: u64| tandem_kv::mix(key);
-        let (mut table, mut set) = (Table::default(), HashSet::new());
+        let (mut table, mut set) = (HashTable::default(), HashSet::new());
         for (keys, removed) in [(100_000_u64, 99_990_u64), (50_000, 40_000), (70_000, 80_000)] {
             let first = set.len() as u64 * 1_000_000;
             let added: Vec<u64> = (first..first + keys).collect();

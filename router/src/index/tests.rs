@@ -221,7 +221,7 @@ impl PrefixIndex {
                 for (row, blocks) in run.holders.to_vec() {
                     if !writer.retired.contains(&row) {
                         for (offset, hash) in run.hashes[..blocks as usize].iter().enumerate() {
-                            assert_eq!(self.locate(&writer, row, *hash), Some(shard::Place { run: id, offset }));
+                            assert_eq!(self.locate(&writer, row, *hash), Some(shard::BlockPlace { run: id, offset }));
                         }
                     }
                     assert_eq!(run.holders.get(row), blocks);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 /// The role of a worker. A decode worker may also prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum WorkerRole {
     /// It computes the KV of prompts for decode workers.
     Prefill,
     /// It generates.
@@ -20,17 +20,17 @@ pub struct ByRole<T> {
 }
 
 impl<T: Copy> ByRole<T> {
-    pub fn of(&self, role: Role) -> T {
+    pub fn of(&self, role: WorkerRole) -> T {
         match role {
-            Role::Prefill => self.prefill,
-            Role::Decode => self.decode,
+            WorkerRole::Prefill => self.prefill,
+            WorkerRole::Decode => self.decode,
         }
     }
 
-    pub(crate) fn of_mut(&mut self, role: Role) -> &mut T {
+    pub(crate) fn of_mut(&mut self, role: WorkerRole) -> &mut T {
         match role {
-            Role::Prefill => &mut self.prefill,
-            Role::Decode => &mut self.decode,
+            WorkerRole::Prefill => &mut self.prefill,
+            WorkerRole::Decode => &mut self.decode,
         }
     }
 
@@ -41,7 +41,7 @@ impl<T: Copy> ByRole<T> {
 
 /// The work that placements bring to all workers of one role in a second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Demand {
+pub struct WorkerDemand {
     pub prompts: f64,
     /// Prompt tokens to compute.
     pub tokens: f64,
@@ -71,7 +71,7 @@ impl PlacementQuery {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
     /// The role.
-    pub role: Role,
+    pub role: WorkerRole,
     /// The transfer family: a prefill worker can serve only decode workers of its own family. `None`: the worker never exchanges KV.
     pub family: Option<Arc<str>>,
     /// Whether the request must not be placed on the worker.
@@ -126,7 +126,7 @@ impl Candidate {
 
     /// Returns how many tokens of the prompt the worker would compute if its first `known_blocks` blocks need not be computed.
     pub(crate) fn new_tokens(&self, query: &PlacementQuery, known_blocks: u64) -> u64 {
-        let last_token_computed_on_decode = u64::from(self.role == Role::Prefill);
+        let last_token_computed_on_decode = u64::from(self.role == WorkerRole::Prefill);
         let needed = u64::from(query.prompt_tokens).saturating_sub(last_token_computed_on_decode);
         needed.saturating_sub(known_blocks * u64::from(query.block_size))
     }

@@ -2,40 +2,40 @@
 
 use super::{
     CostsByUse,
-    candidate::{Candidate, Role},
+    candidate::{Candidate, WorkerRole},
     policy::{Cost, PlacementSeed},
 };
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A worker, or a pair of workers, with its cost. The lower cost wins, then the lower `tie_break`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Ranked<T> {
+pub struct RankedWorkers<T> {
     pub workers: T,
     pub cost: f64,
     pub tie_break: u64,
 }
 
 /// Returns the cheapest of the ranked workers or pairs.
-pub(super) fn cheapest<T>(ranked: impl Iterator<Item = Ranked<T>>) -> Option<Ranked<T>> {
+pub(super) fn cheapest<T>(ranked: impl Iterator<Item = RankedWorkers<T>>) -> Option<RankedWorkers<T>> {
     ranked.min_by(|one, other| one.cost.total_cmp(&other.cost).then(one.tie_break.cmp(&other.tie_break)))
 }
 
 /// Returns the worker at position `at` with its cost; `None` if it has no cost, because it cannot be used for the request.
-pub(super) fn ranked(cost: Option<Cost>, at: usize, placement: PlacementSeed) -> Option<Ranked<usize>> {
-    Some(Ranked { workers: at, cost: cost?.total(), tie_break: placement.random(at as u64) })
+pub(super) fn ranked(cost: Option<Cost>, at: usize, placement: PlacementSeed) -> Option<RankedWorkers<usize>> {
+    Some(RankedWorkers { workers: at, cost: cost?.total(), tie_break: placement.random(at as u64) })
 }
 
 /// The positions of a prefill worker and of the decode worker that receives its KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pair {
+pub struct WorkerPair {
     pub prefill: usize,
     pub decode: usize,
 }
 
 /// Returns the cheapest pair. The cost of a pair is the sum of its workers' costs, so the cheapest pair of a family has the family's
 /// cheapest prefill worker and its cheapest decode worker, and no other pairs need to be compared.
-pub fn cheapest_pair(costs: &[CostsByUse], workers: &[Candidate], placement: PlacementSeed) -> Option<Ranked<Pair>> {
-    let mut best = BTreeMap::<&str, [Option<Ranked<usize>>; 2]>::new();
+pub fn cheapest_pair(costs: &[CostsByUse], workers: &[Candidate], placement: PlacementSeed) -> Option<RankedWorkers<WorkerPair>> {
+    let mut best = BTreeMap::<&str, [Option<RankedWorkers<usize>>; 2]>::new();
     for (at, (costs, worker)) in costs.iter().zip(workers).enumerate() {
         let Some(family) = worker.family.as_deref() else { continue };
         let best = best.entry(family).or_default();
@@ -45,19 +45,19 @@ pub fn cheapest_pair(costs: &[CostsByUse], workers: &[Candidate], placement: Pla
     }
     cheapest(best.into_values().filter_map(|[prefill, decode]| {
         let (prefill, decode) = (prefill?, decode?);
-        let workers = Pair { prefill: prefill.workers, decode: decode.workers };
-        Some(Ranked { workers, cost: prefill.cost + decode.cost, tie_break: decode.tie_break })
+        let workers = WorkerPair { prefill: prefill.workers, decode: decode.workers };
+        Some(RankedWorkers { workers, cost: prefill.cost + decode.cost, tie_break: decode.tie_break })
     }))
 }
 
 /// Returns the families in which a prefill worker can serve a decode worker. `workers` are the workers' roles and families; a worker
 /// without a family never exchanges KV.
-pub fn paired_families<'a>(workers: impl Iterator<Item = (Role, Option<&'a str>)>) -> BTreeSet<&'a str> {
+pub fn paired_families<'a>(workers: impl Iterator<Item = (WorkerRole, Option<&'a str>)>) -> BTreeSet<&'a str> {
     let (mut sending, mut receiving) = (BTreeSet::new(), BTreeSet::new());
     for (role, family) in workers {
         let of_role = match role {
-            Role::Prefill => &mut sending,
-            Role::Decode => &mut receiving,
+            WorkerRole::Prefill => &mut sending,
+            WorkerRole::Decode => &mut receiving,
         };
         of_role.extend(family);
     }

@@ -1,24 +1,24 @@
 //! Chooses the workers of a request: a pure function of the request, the candidates' states, and a seed that breaks ties.
 //!
-//! A [`Policy`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's cost
+//! A [`RoutePolicy`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's cost
 //! plus the decode worker's cost, so both are chosen independently within a transfer family instead of comparing all pairs.
 
 mod candidate;
 mod family;
 mod policy;
 
-pub use candidate::{ByRole, Candidate, Demand, PlacementQuery, Role};
-pub use family::{Pair, cheapest_pair, paired_families};
-pub use policy::{Cost, PlacementSeed, Policy, policy};
+pub use candidate::{ByRole, Candidate, PlacementQuery, WorkerDemand, WorkerRole};
+pub use family::{WorkerPair, cheapest_pair, paired_families};
+pub use policy::{Cost, PlacementSeed, RoutePolicy, policy};
 
 use crate::settings::{Costs, PrefillPlace};
 use family::{cheapest, ranked};
-use policy::{Position, Rates, Sender};
+use policy::{RouteRates, Sender, WorkerPosition};
 use std::collections::BTreeSet;
 
 /// The chosen workers, as positions in the slice of candidates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct RouteChoice {
     /// The decode worker, which owns the request.
     pub decode: usize,
     /// The prefill worker; `None`: the decode worker prefills.
@@ -63,14 +63,14 @@ pub fn place(
     query: &PlacementQuery,
     workers: &[Candidate],
     placement: PlacementSeed,
-) -> Result<Choice, NoEligibleWorker> {
+) -> Result<RouteChoice, NoEligibleWorker> {
     let alone = || {
         let local = costs.iter().enumerate().filter_map(|(at, costs)| ranked(costs.local, at, placement));
         cheapest(local).ok_or_else(|| why_no_decode_worker(workers, query))
     };
     let pair = || cheapest_pair(costs, workers, placement);
-    let remote = |Pair { prefill, decode }| Choice { decode, prefill: Some(prefill) };
-    let local = |decode| Choice { decode, prefill: None };
+    let remote = |WorkerPair { prefill, decode }| RouteChoice { decode, prefill: Some(prefill) };
+    let local = |decode| RouteChoice { decode, prefill: None };
 
     match query.allowed_prefill() {
         PrefillPlace::Local => Ok(local(alone()?.workers)),
@@ -85,14 +85,14 @@ pub fn place(
 
 /// Returns the cost of each use of each worker, in the order of `workers`.
 pub fn costs_by_use(
-    policy: &dyn Policy,
+    policy: &dyn RoutePolicy,
     costs: &Costs,
-    demand: ByRole<Demand>,
+    demand: ByRole<WorkerDemand>,
     query: &PlacementQuery,
     workers: &[Candidate],
     placement: PlacementSeed,
 ) -> Vec<CostsByUse> {
-    let mut rates = Rates::new(costs, demand, workers);
+    let mut rates = RouteRates::new(costs, demand, workers);
     let allowed = query.allowed_prefill();
     let is_eligible = |worker: &Candidate| !worker.excluded && worker.fits(query);
     let paired = match allowed {
@@ -104,15 +104,15 @@ pub fn costs_by_use(
     let estimate = |by_use: &mut [CostsByUse],
                     role,
                     is_usable: &dyn Fn(&Candidate) -> bool,
-                    set: &dyn Fn(&mut CostsByUse, &Candidate, Position)| {
+                    set: &dyn Fn(&mut CostsByUse, &Candidate, WorkerPosition)| {
         let is_eligible = |at: &usize| workers[*at].role == role && is_eligible(&workers[*at]) && is_usable(&workers[*at]);
         let eligible: Vec<usize> = (0..workers.len()).filter(is_eligible).collect();
         for (index, at) in eligible.iter().enumerate() {
-            let position = Position { index: index as u64, count: eligible.len() as u64, placement };
+            let position = WorkerPosition { index: index as u64, count: eligible.len() as u64, placement };
             set(&mut by_use[*at], &workers[*at], position);
         }
     };
-    estimate(&mut by_use, Role::Prefill, &is_paired, &|costs, worker, position| {
+    estimate(&mut by_use, WorkerRole::Prefill, &is_paired, &|costs, worker, position| {
         costs.prefill = Some(policy.prefill(query, &rates, worker, position));
     });
     let senders = by_use.iter().zip(workers).filter_map(|(costs, worker)| Some((costs.prefill?, worker)));
@@ -120,11 +120,11 @@ pub fn costs_by_use(
         let sender = Sender { cost: cost.total(), compute_ms: cost.compute_ms, step_tokens: worker.step_tokens };
         rates.add_sender(&worker.family, sender);
     }
-    estimate(&mut by_use, Role::Decode, &is_paired, &|costs, worker, position| {
+    estimate(&mut by_use, WorkerRole::Decode, &is_paired, &|costs, worker, position| {
         costs.decode = Some(policy.decode(query, &rates, worker, position));
     });
     if allowed != PrefillPlace::Remote {
-        estimate(&mut by_use, Role::Decode, &|_| true, &|costs, worker, position| {
+        estimate(&mut by_use, WorkerRole::Decode, &|_| true, &|costs, worker, position| {
             costs.local = Some(policy.local(query, &rates, worker, position));
         });
     }
@@ -136,15 +136,15 @@ fn families(workers: &[Candidate], is_one: impl Fn(&Candidate) -> bool) -> BTree
     paired_families(workers.iter().filter(|worker| is_one(worker)).map(|worker| (worker.role, worker.family.as_deref())))
 }
 
-fn has_role(workers: &[Candidate], role: Role) -> bool {
+fn has_role(workers: &[Candidate], role: WorkerRole) -> bool {
     workers.iter().any(|worker| worker.role == role)
 }
 
 /// Returns why no decode worker is eligible.
 fn why_no_decode_worker(workers: &[Candidate], query: &PlacementQuery) -> NoEligibleWorker {
-    if !has_role(workers, Role::Decode) {
+    if !has_role(workers, WorkerRole::Decode) {
         NoEligibleWorker::NoDecodeWorker
-    } else if workers.iter().any(|worker| worker.role == Role::Decode && worker.fits(query)) {
+    } else if workers.iter().any(|worker| worker.role == WorkerRole::Decode && worker.fits(query)) {
         NoEligibleWorker::AllFailed
     } else {
         NoEligibleWorker::PromptTooLong
@@ -153,9 +153,9 @@ fn why_no_decode_worker(workers: &[Candidate], query: &PlacementQuery) -> NoElig
 
 /// Returns why no prefill worker with a decode worker of its family is eligible.
 fn why_no_pair(workers: &[Candidate], query: &PlacementQuery) -> NoEligibleWorker {
-    if !has_role(workers, Role::Decode) {
+    if !has_role(workers, WorkerRole::Decode) {
         NoEligibleWorker::NoDecodeWorker
-    } else if !has_role(workers, Role::Prefill) {
+    } else if !has_role(workers, WorkerRole::Prefill) {
         NoEligibleWorker::NoPrefillWorker
     } else if families(workers, |_| true).is_empty() {
         NoEligibleWorker::NoCommonFamily

@@ -1,6 +1,6 @@
 //! Policies. A policy estimates the cost of using a worker.
 
-use super::candidate::{ByRole, Candidate, Demand, PlacementQuery, Role};
+use super::candidate::{ByRole, Candidate, PlacementQuery, WorkerDemand, WorkerRole};
 use crate::{
     rates::{MeanRate, Measurement},
     settings::{Costs, PolicyKind},
@@ -37,7 +37,7 @@ const LOCAL_HORIZON_MS: f64 = 5_000.0;
 
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
-pub struct Position {
+pub struct WorkerPosition {
     /// The worker's index among the eligible workers, from 0.
     pub index: u64,
     /// The number of eligible workers of this role.
@@ -53,7 +53,7 @@ pub struct Cost {
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
-    /// Time by which the request delays others: prompts in line and prompts to come, running answers, and requests whose blocks are evicted from a
+    /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are evicted from a
     /// full cache. Also the time by which prompts that are computed after this one delay its answer.
     pub interference_ms: f64,
     /// Time to transfer the blocks that the worker lacks, after the prompt is computed.
@@ -81,9 +81,9 @@ impl Cost {
 
 /// The rates from which all costs of one placement are estimated.
 #[derive(Clone, Debug)]
-pub struct Rates {
+pub struct RouteRates {
     costs: Costs,
-    demand: ByRole<Demand>,
+    demand: ByRole<WorkerDemand>,
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
@@ -105,8 +105,8 @@ pub(super) struct Sender {
     pub(super) step_tokens: u32,
 }
 
-impl Rates {
-    pub(super) fn new(costs: &Costs, demand: ByRole<Demand>, workers: &[Candidate]) -> Self {
+impl RouteRates {
+    pub(super) fn new(costs: &Costs, demand: ByRole<WorkerDemand>, workers: &[Candidate]) -> Self {
         let mean = |measurement: fn(&Candidate) -> Option<Measurement>, default| {
             MeanRate::of(workers.iter().filter_map(measurement), default)
         };
@@ -189,9 +189,9 @@ impl Rates {
 
     /// Returns the time by which `compute_ms` of computation delay prompts that will come while the worker is busy. By then it has computed its queue, the
     /// prompt, and what comes meanwhile. A shorter prompt to come is delayed only by its own length, because it precedes.
-    fn later_ms(&self, worker: &Candidate, position: Position, compute_ms: f64) -> f64 {
+    fn later_ms(&self, worker: &Candidate, position: WorkerPosition, compute_ms: f64) -> f64 {
         let rate = self.rate(worker);
-        let (Demand { prompts, tokens }, workers) = (self.demand.of(worker.role), position.count as f64);
+        let (WorkerDemand { prompts, tokens }, workers) = (self.demand.of(worker.role), position.count as f64);
         if prompts <= 0.0 {
             return 0.0;
         }
@@ -210,7 +210,7 @@ impl Rates {
     /// Returns the time by which prompts to come delay the own answer on a worker that decodes. So answers gather on the workers on which few prompts are
     /// computed, and prompts on those with few answers. Without prefill workers all workers compute prompts alike, and differences do not last.
     fn prompts_to_come_ms(&self, worker: &Candidate) -> f64 {
-        let [remote, local] = [Role::Prefill, Role::Decode].map(|role| self.demand.of(role).tokens);
+        let [remote, local] = [WorkerRole::Prefill, WorkerRole::Decode].map(|role| self.demand.of(role).tokens);
         let remote_part = if remote > 0.0 { remote / (remote + local) } else { 0.0 };
         let answer_ms = self.costs.answer_ms.min(LOCAL_HORIZON_MS);
         self.costs.answer_preference * LOCAL_PERSISTENCE * remote_part * answer_ms * worker.local_share.min(LOAD_MAX)
@@ -231,17 +231,17 @@ impl Rates {
 }
 
 /// Determines the cost of using a worker; the worker with the lowest cost is chosen. Costs are comparable only within one policy.
-pub trait Policy: Send + Sync {
+pub trait RoutePolicy: Send + Sync {
     /// Returns the cost of using the worker as the prefill worker.
-    fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
+    fn prefill(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost;
     /// Returns the cost of using the worker as the decode worker that receives KV.
-    fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
+    fn decode(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost;
     /// Returns the cost of using the worker as the decode worker that also prefills.
-    fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
+    fn local(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost;
 }
 
 /// Returns the policy of this kind.
-pub fn policy(kind: PolicyKind) -> Box<dyn Policy> {
+pub fn policy(kind: PolicyKind) -> Box<dyn RoutePolicy> {
     match kind {
         PolicyKind::KvAware => Box::new(FirstToken { use_caches: true }),
         PolicyKind::LeastLoaded => Box::new(FirstToken { use_caches: false }),
@@ -265,8 +265,8 @@ impl FirstToken {
     }
 }
 
-impl Policy for FirstToken {
-    fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
+impl RoutePolicy for FirstToken {
+    fn prefill(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost {
         let rate = rates.rate(worker);
         let new = worker.new_tokens(query, self.known_blocks(worker)) as f64;
         let fixed_ms = if new > 0.0 { rates.fixed_ms(worker) } else { 0.0 };
@@ -284,7 +284,7 @@ impl Policy for FirstToken {
         }
     }
 
-    fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
+    fn decode(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, _: WorkerPosition) -> Cost {
         let cached = if self.use_caches { worker.overlap_blocks } else { 0 };
         let lacking = query.prompt_tokens.saturating_sub(1).saturating_sub(cached.saturating_mul(query.block_size));
         let own_ms = rates.own_answer_ms(worker, worker.queued_tokens as f64);
@@ -298,7 +298,7 @@ impl Policy for FirstToken {
         }
     }
 
-    fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
+    fn local(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost {
         let prefill = self.prefill(query, rates, worker, position);
         let new_tokens = worker.new_tokens(query, self.known_blocks(worker));
         let new_blocks = new_tokens.div_ceil(u64::from(query.block_size));
@@ -322,27 +322,27 @@ const LOCAL_PENALTY: f64 = 1e9;
 
 /// A baseline for comparison, which estimates no time and chooses the worker with the lowest rank in each role.
 struct Baseline {
-    rank: fn(Position) -> f64,
+    rank: fn(WorkerPosition) -> f64,
 }
 
 /// Returns the number of workers before this one in the round-robin order of this placement.
-fn distance(Position { index, count, placement }: Position) -> f64 {
+fn distance(WorkerPosition { index, count, placement }: WorkerPosition) -> f64 {
     ((index + count - placement.number % count) % count) as f64
 }
 
-impl Policy for Baseline {
-    fn prefill(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
+impl RoutePolicy for Baseline {
+    fn prefill(&self, _: &PlacementQuery, _: &RouteRates, _: &Candidate, position: WorkerPosition) -> Cost {
         Cost::rank((self.rank)(position))
     }
 
-    fn decode(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
+    fn decode(&self, _: &PlacementQuery, _: &RouteRates, _: &Candidate, position: WorkerPosition) -> Cost {
         // Decode workers are ranked with another seed than prefill workers. With the same seed, both ranks would always favour the same
         // index.
         let placement = PlacementSeed { seed: !position.placement.seed, ..position.placement };
-        Cost::rank((self.rank)(Position { placement, ..position }))
+        Cost::rank((self.rank)(WorkerPosition { placement, ..position }))
     }
 
-    fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
+    fn local(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost {
         Cost::rank(LOCAL_PENALTY + self.decode(query, rates, worker, position).rank)
     }
 }

@@ -12,7 +12,7 @@ fn measured(value: f64) -> Option<Measurement> {
 
 /// Returns an idle worker with measured rates. It computes 1 token/ms and sends 1 MB/s, and a block of 16 tokens is 16 kB, so a block takes
 /// 16 ms to compute or to send.
-fn worker(role: Role) -> Candidate {
+fn worker(role: WorkerRole) -> Candidate {
     Candidate {
         role,
         family: Some("".into()),
@@ -41,11 +41,11 @@ fn worker(role: Role) -> Candidate {
 }
 
 fn prefill() -> Candidate {
-    worker(Role::Prefill)
+    worker(WorkerRole::Prefill)
 }
 
 fn decode() -> Candidate {
-    Candidate { transfer_bytes_per_second: None, ..worker(Role::Decode) }
+    Candidate { transfer_bytes_per_second: None, ..worker(WorkerRole::Decode) }
 }
 
 fn query(prompt_tokens: u32) -> PlacementQuery {
@@ -64,7 +64,7 @@ fn place_by(
     placement: PlacementSeed,
 ) -> Result<(usize, Option<usize>), NoEligibleWorker> {
     let costs = costs_by_use(&*policy(kind), &Costs::default(), ByRole::default(), query, workers, placement);
-    place(&costs, query, workers, placement).map(|Choice { decode, prefill }| (decode, prefill))
+    place(&costs, query, workers, placement).map(|RouteChoice { decode, prefill }| (decode, prefill))
 }
 
 fn placed(query: &PlacementQuery, workers: &[Candidate]) -> Result<(usize, Option<usize>), NoEligibleWorker> {
@@ -307,16 +307,17 @@ fn local_prefill_is_charged_for_the_answers_that_it_delays() {
 #[test]
 fn prompts_that_are_computed_later_are_charged_for_their_delay_and_for_that_of_the_answer() {
     let chosen = |query: &PlacementQuery, workers: [Candidate; 3]| placed(query, &workers).expect("the request can be placed");
-    let line = |behind_tokens, worker: Candidate| Candidate { queued_tokens: 5_000, behind_tokens, behind_prompts: 1, ..worker };
+    let waiting =
+        |behind_tokens, worker: Candidate| Candidate { queued_tokens: 5_000, behind_tokens, behind_prompts: 1, ..worker };
     let queue = |queued_tokens, worker: Candidate| Candidate { queued_tokens, ..worker };
     // The prompt takes a second. A longer one waits for it, and is computed after it.
-    let prefills = |tokens| chosen(&remote(1_001), [decode(), line(5_000.0, prefill()), queue(tokens, prefill())]).1;
+    let prefills = |tokens| chosen(&remote(1_001), [decode(), waiting(5_000.0, prefill()), queue(tokens, prefill())]).1;
     assert_eq!((prefills(1_001), prefills(999)), (Some(1), Some(2)));
     // On a worker that decodes, the five seconds of the longer prompt also delay the answer, which counts 0.7.
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
-    let decodes = |tokens| chosen(&local, [line(5_000.0, decode()), queue(tokens, decode()), prefill()]).0;
+    let decodes = |tokens| chosen(&local, [waiting(5_000.0, decode()), queue(tokens, decode()), prefill()]).0;
     assert_eq!((decodes(4_501), decodes(4_499)), (0, 1));
-    // A worker that only decodes the answer delays it by the prompts in its line.
+    // A worker that only decodes the answer delays it by the prompts in its waiting.
     let receives = |tokens| chosen(&remote(1_001), [queue(1_000, decode()), queue(tokens, decode()), prefill()]).0;
     assert_eq!((receives(1_001), receives(999)), (0, 1));
 }
@@ -326,7 +327,7 @@ fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
     let costs = |queued_tokens, demand| {
         let demands = {
             let mut of = ByRole::default();
-            *of.of_mut(Role::Prefill) = demand;
+            *of.of_mut(WorkerRole::Prefill) = demand;
             of
         };
         let workers = [decode(), Candidate { queued_tokens, ..prefill() }];
@@ -334,13 +335,13 @@ fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
         let by_use = costs_by_use(&*policy, &Costs::default(), demands, &remote(1_001), &workers, PlacementSeed::default());
         by_use[1].prefill.expect("it can be used").interference_ms
     };
-    let idle = costs(0, Demand::default());
+    let idle = costs(0, WorkerDemand::default());
     // Half of the worker's second is taken by ten prompts of 50 ms. Until it is idle, 2 s pass, or 8 s with three seconds of work before.
-    let demand = Demand { prompts: 10.0, tokens: 500.0 };
+    let demand = WorkerDemand { prompts: 10.0, tokens: 500.0 };
     assert!((costs(0, demand) - idle - 2.0 * 10.0 * 50.0).abs() < 1e-6);
     assert!((costs(3_000, demand) - idle - 8.0 * 10.0 * 50.0).abs() < 1e-6);
     // Demand beyond the rate counts as nine tenths of it.
-    let beyond = Demand { prompts: 1.0, tokens: 5_000.0 };
+    let beyond = WorkerDemand { prompts: 1.0, tokens: 5_000.0 };
     assert!((costs(0, beyond) - idle - 10.0 * 1_000.0).abs() < 1e-6);
 }
 
@@ -396,8 +397,8 @@ fn answers_gather_on_workers_that_prefill_little_as_far_as_prompts_can_go_elsewh
     let chosen = |remote_tokens| {
         let demands = {
             let mut of = ByRole::default();
-            *of.of_mut(Role::Prefill) = Demand { prompts: 1.0, tokens: remote_tokens };
-            *of.of_mut(Role::Decode) = Demand { prompts: 1.0, tokens: 500.0 };
+            *of.of_mut(WorkerRole::Prefill) = WorkerDemand { prompts: 1.0, tokens: remote_tokens };
+            *of.of_mut(WorkerRole::Decode) = WorkerDemand { prompts: 1.0, tokens: 500.0 };
             of
         };
         // The idle worker spends half of its time on prompts; the other one has twenty answers, which delay one more by 200 ms.

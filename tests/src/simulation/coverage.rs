@@ -2,7 +2,7 @@
 
 use super::client::Outcome;
 use std::ops::AddAssign;
-use tandem::audit::Samples;
+use tandem::audit::MetricSamples;
 use tandem_process::Metrics;
 
 /// Counters of the events that one simulation, or several of them, exercised.
@@ -26,7 +26,7 @@ pub struct Coverage {
 
 impl Coverage {
     pub(super) fn count(outcomes: &[Outcome], metrics: &Metrics) -> Self {
-        let mut samples = Samples::default();
+        let mut samples = MetricSamples::default();
         samples.add(&metrics.render());
         let sum = |series, labels| samples.sum(series, labels) as u64;
         Self {

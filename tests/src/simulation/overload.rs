@@ -32,7 +32,7 @@ const IDLE_FIRST: usize = 90_000_000;
 /// Clients that send requests at a constant rate.
 #[derive(Clone, Copy, Debug)]
 pub struct Overload {
-    /// The time for which a request may wait in line; `None`: any time.
+    /// The time for which a request may wait in the queue; `None`: any time.
     pub max_wait: Option<Duration>,
     /// The rate of requests, as a multiple of the cluster's capacity.
     pub load: f64,
@@ -202,7 +202,7 @@ pub struct Full {
     pub long: usize,
     /// Whether the router can know how long they are.
     pub known_length: bool,
-    /// The time for which a request may wait in line.
+    /// The time for which a request may wait in the queue.
     pub max_wait: Duration,
 }
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use std::time::Duration;
 use tandem_adapter::{
     BlocksRemoved, EngineEvent, EngineHash, Medium,
-    vllm::{Lost, MalformedBatch, Subscription, SubscriptionSettings, Update},
+    vllm::{EventLoss, MalformedBatch, MirrorUpdate, Subscription, SubscriptionSettings},
 };
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
 use tokio::time::timeout;
@@ -53,7 +53,7 @@ fn batch(number: u64) -> Vec<EngineEvent> {
 }
 
 impl Setup {
-    async fn next(&mut self) -> Result<Update> {
+    async fn next(&mut self) -> Result<MirrorUpdate> {
         timeout(TIMEOUT, self.subscription.next()).await?.context("the task that receives the events runs")
     }
 
@@ -66,7 +66,7 @@ impl Setup {
 
     async fn expect(&mut self, batches: impl IntoIterator<Item = u64>) -> Result<()> {
         for number in batches {
-            assert_eq!(self.next().await?, Update::Batch(batch(number)));
+            assert_eq!(self.next().await?, MirrorUpdate::Batch(batch(number)));
         }
         Ok(())
     }
@@ -112,7 +112,7 @@ async fn gap_that_cannot_be_replayed_is_reported_and_later_batches_are_delivered
     setup.publish([2, 3]).await?;
     setup.publisher.forget().await?;
     setup.publish([4, 5]).await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::Gap { next: 2, got: 4 }));
+    assert_eq!(setup.next().await?, MirrorUpdate::Lost(EventLoss::Gap { next: 2, got: 4 }));
     setup.expect([4, 5]).await?;
     setup.publish([6]).await?;
     setup.expect([6]).await
@@ -125,7 +125,7 @@ async fn batches_missing_from_replay_are_reported_and_the_other_batches_delivere
         publisher.publish(batch(number)).await?;
     }
     let mut setup = follow(publisher, |_| {}).await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::History(3)));
+    assert_eq!(setup.next().await?, MirrorUpdate::Lost(EventLoss::History(3)));
     setup.expect([3, 4]).await
 }
 
@@ -138,12 +138,12 @@ async fn loss_before_a_batch_that_clears_the_cache_is_not_reported() -> Result<(
     let clear = |number| [batch(number), vec![EngineEvent::Cleared], batch(number + 1)].concat();
     publisher.publish(clear(4)).await?;
     let mut setup = follow(publisher, |settings| settings.check_interval = TIMEOUT).await?;
-    assert_eq!(setup.next().await?, Update::Batch(clear(4)[1..].to_vec()));
+    assert_eq!(setup.next().await?, MirrorUpdate::Batch(clear(4)[1..].to_vec()));
     setup.publisher.drop_next(1).await?;
     setup.publish([6]).await?;
     setup.publisher.forget().await?;
     setup.publisher.publish(clear(7)).await?;
-    assert_eq!(setup.next().await?, Update::Batch(clear(7)[1..].to_vec()));
+    assert_eq!(setup.next().await?, MirrorUpdate::Batch(clear(7)[1..].to_vec()));
     Ok(())
 }
 
@@ -155,7 +155,7 @@ async fn restarted_engine_is_detected_and_followed_from_its_first_batch() -> Res
     // The new process publishes more batches than the old one, and may do so before the subscription reconnects.
     setup.publisher.restart().await?;
     setup.publish([10, 11, 12]).await?;
-    assert_eq!(setup.next().await?, Update::Restarted);
+    assert_eq!(setup.next().await?, MirrorUpdate::Restarted);
     setup.expect([10, 11, 12]).await
 }
 
@@ -165,7 +165,7 @@ async fn restarted_engine_is_detected_before_it_publishes() -> Result<()> {
     setup.publish([0]).await?;
     setup.expect([0]).await?;
     setup.publisher.restart().await?;
-    assert_eq!(setup.next().await?, Update::Restarted);
+    assert_eq!(setup.next().await?, MirrorUpdate::Restarted);
     Ok(())
 }
 
@@ -186,10 +186,10 @@ async fn gap_and_lost_connection_are_reported_without_a_replay_endpoint() -> Res
     setup.expect([0]).await?;
     setup.publisher.drop_next(1).await?;
     setup.publish([1, 2]).await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::Gap { next: 1, got: 2 }));
+    assert_eq!(setup.next().await?, MirrorUpdate::Lost(EventLoss::Gap { next: 1, got: 2 }));
     setup.expect([2]).await?;
     setup.publisher.disconnect().await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::Disconnected));
+    assert_eq!(setup.next().await?, MirrorUpdate::Lost(EventLoss::Disconnected));
     setup.publisher.subscribed(2).await?;
     setup.publish([3]).await?;
     setup.expect([3]).await
@@ -205,15 +205,15 @@ async fn gap_is_reported_if_the_replay_is_not_answered() -> Result<()> {
     setup.publish([1, 2]).await?;
     // The loss that is detected first depends on timing. It is the gap, or that the request for a replay is not answered.
     match setup.next().await? {
-        Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
+        MirrorUpdate::Lost(EventLoss::Gap { next: 1, got: 2 } | EventLoss::Disconnected) => {}
         other => bail!("{other:?}"),
     }
     setup.publisher.answer_replays(true).await?;
     setup.publish([3]).await?;
     loop {
         match setup.next().await? {
-            Update::Batch(events) if events == batch(3) => return Ok(()),
-            Update::Batch(_) | Update::Lost(Lost::Disconnected) => {}
+            MirrorUpdate::Batch(events) if events == batch(3) => return Ok(()),
+            MirrorUpdate::Batch(_) | MirrorUpdate::Lost(EventLoss::Disconnected) => {}
             other => bail!("{other:?}"),
         }
     }
@@ -226,7 +226,7 @@ async fn malformed_payload_is_reported_as_a_loss() -> Result<()> {
     setup.publisher.publish_bytes(b"\xc1".to_vec()).await?;
     setup.publish([2]).await?;
     setup.expect([0]).await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::Malformed(MalformedBatch::NotABatch)));
+    assert_eq!(setup.next().await?, MirrorUpdate::Lost(EventLoss::Malformed(MalformedBatch::NotABatch)));
     setup.expect([2]).await
 }
 
@@ -234,7 +234,7 @@ async fn malformed_payload_is_reported_as_a_loss() -> Result<()> {
 async fn batch_of_another_rank_is_reported_as_a_loss() -> Result<()> {
     let mut setup = start_with(|settings| settings.data_parallel_rank = 1).await?;
     setup.publish([0]).await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::OtherRank(0)));
+    assert_eq!(setup.next().await?, MirrorUpdate::Lost(EventLoss::OtherRank(0)));
     Ok(())
 }
 
@@ -249,7 +249,7 @@ async fn batches_of_other_topics_are_not_delivered() -> Result<()> {
     setup.publish([0, 1]).await?;
     setup.publisher.set_topic("k").await?;
     setup.publish([2]).await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::History(2)));
+    assert_eq!(setup.next().await?, MirrorUpdate::Lost(EventLoss::History(2)));
     setup.expect([2]).await
 }
 
@@ -267,7 +267,7 @@ async fn subscription_may_start_before_the_engine() -> Result<()> {
         }
     };
     publisher.publish(batch(0)).await?;
-    assert_eq!(timeout(TIMEOUT, subscription.next()).await?, Some(Update::Batch(batch(0))));
+    assert_eq!(timeout(TIMEOUT, subscription.next()).await?, Some(MirrorUpdate::Batch(batch(0))));
     Ok(())
 }
 

@@ -10,7 +10,7 @@ use std::{
     net::TcpListener,
     time::Duration,
 };
-use tandem::{Process, Served, cli, cli::Cli};
+use tandem::{Process, ServedProcess, cli, cli::Cli};
 use tandem_proto::channel::{Peer, PeerRole};
 use tandem_tests::{Client, sim_settings, start};
 

@@ -7,7 +7,7 @@ use fake::{Behaviour, Fake};
 use serde_json::{Value, json};
 use std::{io::Write, time::Duration};
 use tandem_load::{
-    LoadError, Pace, Progress, PromptKind, Settings,
+    LoadError, Pace, PromptKind, ReplayProgress, Settings,
     report::{self, Report, Slo},
     trace::{Trace, TraceSettings},
 };
@@ -314,7 +314,7 @@ async fn stopped_run_reports_what_there_is() -> Result<()> {
     let (stop, stopping) = (CancellationToken::new(), CancellationToken::new());
     let stopped = stop.clone();
     let replaying = async {
-        let progress = |progress: Progress| {
+        let progress = |progress: ReplayProgress| {
             if progress.ended == 2 {
                 stopping.cancel();
             }

@@ -12,25 +12,25 @@ use tandem_engine::{EngineInfo, TokenLogprob};
 use tandem_kv::{HashKey, Namespace, Priority};
 
 /// A server that answers a generation with these chunks, and then sends nothing.
-struct Fake(Mutex<Vec<Chunk>>);
+struct Fake(Mutex<Vec<AnswerChunk>>);
 
 #[tonic::async_trait]
 impl Api for Fake {
-    async fn export(&self, _: &Call) -> Result<Exported, EngineFailure> {
+    async fn export(&self, _: &EngineCall) -> Result<Exported, EngineFailure> {
         unreachable!("no test prefills")
     }
 
     async fn generate(
         &self,
-        _: &Call,
+        _: &EngineCall,
         _: &Sampling,
         _: Option<KvHandle>,
-    ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure> {
+    ) -> Result<BoxStream<'static, Result<AnswerChunk, EngineFailure>>, EngineFailure> {
         let chunks = std::mem::take(&mut *self.0.lock());
         Ok(stream::iter(chunks.into_iter().map(Ok)).chain(stream::pending()).boxed())
     }
 
-    async fn prompt_logprobs(&self, _: &Call, _: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
+    async fn prompt_logprobs(&self, _: &EngineCall, _: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
         unreachable!("no test requests the logprobs of a prompt")
     }
 
@@ -38,7 +38,7 @@ impl Api for Fake {
 }
 
 /// Returns the events of a generation of at most two tokens after a prompt of three tokens. The model has 10 tokens and a context of 100.
-async fn events(max_tokens: Option<u32>, chunks: Vec<Chunk>) -> Vec<Event> {
+async fn events(max_tokens: Option<u32>, chunks: Vec<AnswerChunk>) -> Vec<Event> {
     let mirror = Mirror::new(MirrorSettings {
         hash_key: HashKey::NONE,
         block_size: 1,
@@ -49,7 +49,7 @@ async fn events(max_tokens: Option<u32>, chunks: Vec<Chunk>) -> Vec<Event> {
     });
     let info = EngineInfo { vocab_size: 10, context_length: 100, block_size: 1, capacity_blocks: 100, block_bytes: 0 };
     let slots = Slots::new(SlotLimits { running: 1, blocks: 100, waiting: 1 });
-    let shared = Arc::new(Shared::new(info, slots, mirror.expect("the block sizes are equal"), false));
+    let shared = Arc::new(AdapterState::new(info, slots, mirror.expect("the block sizes are equal"), false));
     let request = Generate {
         request_id: "request".to_owned(),
         account: String::new(),
@@ -71,8 +71,8 @@ async fn events(max_tokens: Option<u32>, chunks: Vec<Chunk>) -> Vec<Event> {
     events
 }
 
-fn tokens(ids: impl IntoIterator<Item = TokenId>) -> Chunk {
-    Chunk { tokens: ids.into_iter().map(|token| (token, None)).collect(), ..Chunk::default() }
+fn tokens(ids: impl IntoIterator<Item = TokenId>) -> AnswerChunk {
+    AnswerChunk { tokens: ids.into_iter().map(|token| (token, None)).collect(), ..AnswerChunk::default() }
 }
 
 fn count(events: &[Event]) -> usize {
@@ -96,7 +96,7 @@ async fn answer_ends_at_the_limit_although_the_engine_generates_more() {
 #[tokio::test]
 async fn token_outside_the_vocabulary_ends_the_request() {
     let alternative = TokenLogprobs { logprob: -1.0, top: vec![TokenLogprob { token: 10, logprob: -1.0 }] };
-    let of_alternative = Chunk { tokens: vec![(4, Some(alternative))], ..Chunk::default() };
+    let of_alternative = AnswerChunk { tokens: vec![(4, Some(alternative))], ..AnswerChunk::default() };
     for chunk in [tokens([10]), tokens([u32::MAX]), of_alternative] {
         let events = events(Some(5), vec![tokens([9]), chunk]).await;
         assert_eq!(count(&events), 1, "{events:?}");
@@ -107,9 +107,10 @@ async fn token_outside_the_vocabulary_ends_the_request() {
 #[tokio::test]
 async fn cached_tokens_are_at_most_those_of_the_prompt() {
     for (reported, expected) in [(2, 2), (3, 3), (u32::MAX, 3)] {
-        let usage = Some(Usage { cached_tokens: Some(reported) });
+        let usage = Some(EngineUsage { cached_tokens: Some(reported) });
         let events =
-            events(Some(2), vec![tokens([4, 5]), Chunk { finish: Some(Finish::Length), usage, ..Chunk::default() }]).await;
+            events(Some(2), vec![tokens([4, 5]), AnswerChunk { finish: Some(Finish::Length), usage, ..AnswerChunk::default() }])
+                .await;
         let cached = events.iter().find_map(|event| if let Event::Scheduled { cached } = event { *cached } else { None });
         assert_eq!(cached, Some(CachedTokens::on_device(expected)), "{events:?}");
     }

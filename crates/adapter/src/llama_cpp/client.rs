@@ -3,13 +3,13 @@
 use super::{
     lost::Tokenized,
     request::{BodySettings, CompletionBody},
-    response::{self, AnswerEvent},
+    response::{self, CompletionEvent},
 };
 use crate::{
-    api::{Api, Call, Chunk, EngineFailure, Exported, Finish, Usage},
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Exported, Finish},
     failure,
     http::{self, HttpClient},
-    server::{self, Instance, Server},
+    server::{self, EngineServer, Instance},
 };
 use bytes::Bytes;
 use futures::{
@@ -28,17 +28,17 @@ use tokio_util::sync::CancellationToken;
 /// Time limit for the answer to a request for which the server need not run the model.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-pub(super) struct Client {
+pub(super) struct LlamaCppClient {
     http: HttpClient,
     settings: BodySettings,
-    running: Arc<Running>,
+    running: Arc<RunningRequests>,
 }
 
 /// The running requests by their ids. Cancelling a token ends the stream of its request.
-type Running = Mutex<HashMap<String, CancellationToken>>;
+type RunningRequests = Mutex<HashMap<String, CancellationToken>>;
 
 #[derive(Debug, Deserialize)]
-pub(super) struct Model {
+pub(super) struct ListedModel {
     pub id: String,
     #[serde(default)]
     pub meta: Option<ModelMeta>,
@@ -66,7 +66,7 @@ pub(super) struct SlotSettings {
     pub n_ctx: u32,
 }
 
-impl Client {
+impl LlamaCppClient {
     pub fn new(http: HttpClient, settings: BodySettings) -> Self {
         Self { http, settings, running: Arc::default() }
     }
@@ -76,10 +76,10 @@ async fn get(http: &HttpClient, path: &str) -> Result<Bytes, EngineFailure> {
     failure::check(http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
 }
 
-pub(super) async fn models(http: &HttpClient) -> Result<Vec<Model>, EngineFailure> {
+pub(super) async fn models(http: &HttpClient) -> Result<Vec<ListedModel>, EngineFailure> {
     #[derive(Deserialize)]
     struct Models {
-        data: Vec<Model>,
+        data: Vec<ListedModel>,
     }
     Ok(response::json::<Models>(&get(http, "/v1/models").await?)?.data)
 }
@@ -108,7 +108,7 @@ async fn tokenize(http: &HttpClient, request: &serde_json::Value) -> Result<Byte
 }
 
 #[tonic::async_trait]
-impl Server for Client {
+impl EngineServer for LlamaCppClient {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
         server::check_engine(&self.http).await?;
         Ok(props(&self.http).await?.instance())
@@ -125,7 +125,7 @@ impl Props {
 }
 
 #[tonic::async_trait]
-impl Api for Client {
+impl Api for LlamaCppClient {
     fn check(&self, generate: &Generate) -> Result<(), Refusal> {
         let why = match generate {
             Generate { namespace, .. } if self.settings.prefix_caching && !namespace.is_shared() => {
@@ -146,21 +146,21 @@ impl Api for Client {
         Err(Refusal::Unsupported(Cow::Borrowed(why)))
     }
 
-    async fn export(&self, _: &Call) -> Result<Exported, EngineFailure> {
+    async fn export(&self, _: &EngineCall) -> Result<Exported, EngineFailure> {
         Err(EngineFailure::Invalid("llama.cpp does not export KV".to_owned()))
     }
 
     async fn generate(
         &self,
-        call: &Call,
+        call: &EngineCall,
         sampling: &Sampling,
         _: Option<KvHandle>,
-    ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure> {
+    ) -> Result<BoxStream<'static, Result<AnswerChunk, EngineFailure>>, EngineFailure> {
         let body = CompletionBody::new(&call.tokens, sampling, &self.settings);
         let body = serde_json::to_vec(&body).expect("a body is plain data");
         let aborted = CancellationToken::new();
         self.running.lock().insert(call.request_id.clone(), aborted.clone());
-        let answer = Answer {
+        let answer = CompletionStream {
             http: self.http.clone(),
             stop_token_ids: sampling.stop_token_ids.clone(),
             top: sampling.logprobs,
@@ -195,7 +195,7 @@ impl Api for Client {
         Ok(chunks.boxed())
     }
 
-    async fn prompt_logprobs(&self, _: &Call, _: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
+    async fn prompt_logprobs(&self, _: &EngineCall, _: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
         Err(EngineFailure::Invalid("llama.cpp does not report the logprobs of prompts".to_owned()))
     }
 
@@ -216,7 +216,7 @@ async fn events(http: &HttpClient, body: Vec<u8>) -> Result<BoxStream<'static, R
 }
 
 struct RunningGuard {
-    running: Arc<Running>,
+    running: Arc<RunningRequests>,
     request_id: String,
 }
 
@@ -226,7 +226,7 @@ impl Drop for RunningGuard {
     }
 }
 
-struct Answer {
+struct CompletionStream {
     http: HttpClient,
     stop_token_ids: Vec<TokenId>,
     top: Option<u32>,
@@ -237,14 +237,14 @@ struct Answer {
     _running: RunningGuard,
 }
 
-impl Answer {
-    async fn chunk(&mut self, event: String) -> Result<Chunk, EngineFailure> {
+impl CompletionStream {
+    async fn chunk(&mut self, event: String) -> Result<AnswerChunk, EngineFailure> {
         match response::event(event.as_bytes(), self.top)? {
-            AnswerEvent::Prompt { cached_tokens } => {
+            CompletionEvent::Prompt { cached_tokens } => {
                 self.cached_tokens = Some(cached_tokens);
-                Ok(Chunk { counted: self.cached_tokens, ..Chunk::default() })
+                Ok(AnswerChunk { counted: self.cached_tokens, ..AnswerChunk::default() })
             }
-            AnswerEvent::Token { token, logprobs, text, generated } => {
+            CompletionEvent::Token { token, logprobs, text, generated } => {
                 let lost = generated.saturating_sub(self.generated) > 1;
                 self.generated = generated;
                 let ids = if lost { self.tokens(&text).await? } else { vec![token] };
@@ -252,16 +252,16 @@ impl Answer {
                 tokens.last_mut().into_iter().for_each(|(_, of_last)| of_last.clone_from(&logprobs));
                 if let Some(stop) = tokens.iter().position(|(token, _)| self.stop_token_ids.contains(token)) {
                     tokens.truncate(stop + 1);
-                    return Ok(Chunk { tokens, ..self.end(Finish::Stop) });
+                    return Ok(AnswerChunk { tokens, ..self.end(Finish::Stop) });
                 }
-                Ok(Chunk { tokens, ..Chunk::default() })
+                Ok(AnswerChunk { tokens, ..AnswerChunk::default() })
             }
-            AnswerEvent::End { finish, generated, cached_tokens } => {
+            CompletionEvent::End { finish, generated, cached_tokens } => {
                 self.cached_tokens = cached_tokens.or(self.cached_tokens);
                 // The server sends no event for an end-of-sequence token that follows an incomplete UTF-8 character.
                 let lost = finish == Finish::Stop && generated > self.generated;
                 let tokens = self.end_token.filter(|_| lost).map(|token| (token, None));
-                Ok(Chunk { tokens: tokens.into_iter().collect(), ..self.end(finish) })
+                Ok(AnswerChunk { tokens: tokens.into_iter().collect(), ..self.end(finish) })
             }
         }
     }
@@ -272,7 +272,11 @@ impl Answer {
         response::json::<Tokenized>(&tokenize(&self.http, &request).await?)?.of(text)
     }
 
-    fn end(&self, finish: Finish) -> Chunk {
-        Chunk { finish: Some(finish), usage: Some(Usage { cached_tokens: self.cached_tokens }), ..Chunk::default() }
+    fn end(&self, finish: Finish) -> AnswerChunk {
+        AnswerChunk {
+            finish: Some(finish),
+            usage: Some(EngineUsage { cached_tokens: self.cached_tokens }),
+            ..AnswerChunk::default()
+        }
     }
 }

@@ -1,14 +1,14 @@
 //! Connects to a llama.cpp server.
 
 use super::{
-    client::{self, Client, Model, Props},
+    client::{self, ListedModel, LlamaCppClient, Props},
     request::BodySettings,
 };
 use crate::{
     http::HttpClient,
     mirror::{Mirror, MirrorSettings},
-    server::{self, ConnectError, Connected, Engine, ModelDescription, ServerDescription},
-    shared::Shared,
+    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
+    shared::AdapterState,
     slots::{SlotLimits, Slots},
 };
 use futures::FutureExt;
@@ -40,7 +40,7 @@ pub struct LlamaCppSettings {
 }
 
 struct Described {
-    model: Model,
+    model: ListedModel,
     props: Props,
     slots: u32,
     context_length: u32,
@@ -86,7 +86,7 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
     let vocab_size = model.meta.and_then(|meta| meta.n_vocab).unwrap_or(usize::MAX);
     let info = EngineInfo { vocab_size, context_length, block_size, capacity_blocks, block_bytes: 0 };
     let limits = SlotLimits { running: slots as usize, blocks: capacity_blocks.into(), waiting: waiting_max };
-    let shared = Arc::new(Shared::new(info, Slots::new(limits), mirror, prefix_caching));
+    let shared = Arc::new(AdapterState::new(info, Slots::new(limits), mirror, prefix_caching));
     tracing::info!(
         engine = %url,
         build = props.build_info.as_deref().unwrap_or("unknown"),
@@ -96,9 +96,9 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
         prefix_caching,
         "connected to a llama.cpp engine"
     );
-    let client = Client::new(http, BodySettings { context_length, prefix_caching, end_token });
+    let client = LlamaCppClient::new(http, BodySettings { context_length, prefix_caching, end_token });
     let events = std::future::pending().boxed();
-    let engine = Engine { shared, family: None, instance: props.instance(), silence_max, events };
+    let engine = ConnectedEngine { shared, family: None, instance: props.instance(), silence_max, events };
     Ok(Connected::new(Arc::new(client), engine, of_model, Vec::new()))
 }
 

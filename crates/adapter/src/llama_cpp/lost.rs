@@ -10,24 +10,24 @@ use tandem_kv::TokenId;
 
 #[derive(Deserialize)]
 pub(super) struct Tokenized {
-    tokens: Vec<Token>,
+    tokens: Vec<PieceToken>,
 }
 
 #[derive(Deserialize)]
-struct Token {
+struct PieceToken {
     id: TokenId,
-    piece: Piece,
+    piece: TokenPiece,
 }
 
 /// The text of a token, or its bytes if they are not valid UTF-8.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Piece {
+enum TokenPiece {
     Text(String),
     Bytes(Vec<u8>),
 }
 
-impl Piece {
+impl TokenPiece {
     fn bytes(&self) -> &[u8] {
         match self {
             Self::Text(text) => text.as_bytes(),
@@ -43,7 +43,7 @@ impl Tokenized {
     /// Fails if no tokens at the end of the tokenizer's answer have these bytes.
     pub fn of(self, text: &str) -> Result<Vec<TokenId>, EngineFailure> {
         let suffixes = (0..self.tokens.len()).map(|from| &self.tokens[from..]);
-        let has_the_text = |tokens: &&[Token]| tokens.iter().flat_map(|token| token.piece.bytes()).eq(text.as_bytes());
+        let has_the_text = |tokens: &&[PieceToken]| tokens.iter().flat_map(|token| token.piece.bytes()).eq(text.as_bytes());
         match { suffixes }.find(has_the_text) {
             Some(tokens) => Ok(tokens.iter().map(|token| token.id).collect()),
             None => Err(EngineFailure::Protocol(

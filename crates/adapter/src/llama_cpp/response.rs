@@ -9,7 +9,7 @@ use tandem_engine::{TokenLogprob, TokenLogprobs};
 use tandem_kv::TokenId;
 
 #[derive(Debug, PartialEq)]
-pub(super) enum AnswerEvent {
+pub(super) enum CompletionEvent {
     /// The server has computed a part of the prompt.
     Prompt {
         /// The number of prompt tokens whose KV was cached in the server's slot.
@@ -39,15 +39,15 @@ struct Body {
     stop: Option<bool>,
     stop_type: Option<String>,
     tokens_predicted: Option<u32>,
-    prompt_progress: Option<Progress>,
+    prompt_progress: Option<ServerProgress>,
     timings: Option<Timings>,
     #[serde(default)]
-    completion_probabilities: Vec<Sampled>,
+    completion_probabilities: Vec<CompletionSample>,
     error: Option<ErrorBody>,
 }
 
 #[derive(Deserialize)]
-struct Progress {
+struct ServerProgress {
     cache: u32,
 }
 
@@ -57,14 +57,14 @@ struct Timings {
 }
 
 #[derive(Deserialize)]
-struct Sampled {
+struct CompletionSample {
     logprob: f32,
     #[serde(default)]
-    top_logprobs: Vec<Alternative>,
+    top_logprobs: Vec<TopToken>,
 }
 
 #[derive(Deserialize)]
-struct Alternative {
+struct TopToken {
     id: TokenId,
     logprob: f32,
 }
@@ -81,7 +81,7 @@ pub(super) fn json<T: DeserializeOwned>(json: &[u8]) -> Result<T, EngineFailure>
 ///
 /// # Errors
 /// Fails if the data is not an event, or if the event reports an error.
-pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<AnswerEvent, EngineFailure> {
+pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<CompletionEvent, EngineFailure> {
     let Body {
         content: text,
         tokens,
@@ -96,8 +96,8 @@ pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<AnswerEvent, Engine
     if let Some(error) = error {
         return Err(EngineFailure::Failed(error.message()));
     }
-    if let Some(Progress { cache: cached_tokens }) = prompt_progress {
-        return Ok(AnswerEvent::Prompt { cached_tokens });
+    if let Some(ServerProgress { cache: cached_tokens }) = prompt_progress {
+        return Ok(CompletionEvent::Prompt { cached_tokens });
     }
     let missing = |field: &str| EngineFailure::Protocol(format!("an event of an answer has no {field}"));
     let generated = tokens_predicted.ok_or_else(|| missing("tokens_predicted"))?;
@@ -107,7 +107,7 @@ pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<AnswerEvent, Engine
             Some("limit") => Finish::Length,
             other => return Err(EngineFailure::Protocol(format!("stop_type {other:?}"))),
         };
-        return Ok(AnswerEvent::End { finish, generated, cached_tokens: timings.and_then(|timings| timings.cache_n) });
+        return Ok(CompletionEvent::End { finish, generated, cached_tokens: timings.and_then(|timings| timings.cache_n) });
     }
     let [token] = *tokens.as_slice() else { return Err(missing("token")) };
     let logprobs = match top {
@@ -115,11 +115,11 @@ pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<AnswerEvent, Engine
         Some(top) => {
             let sampled = completion_probabilities.into_iter().next().ok_or_else(|| missing("logprobs"))?;
             let top = sampled.top_logprobs.into_iter().take(top as usize);
-            let top = top.map(|Alternative { id, logprob }| TokenLogprob { token: id, logprob }).collect();
+            let top = top.map(|TopToken { id, logprob }| TokenLogprob { token: id, logprob }).collect();
             Some(TokenLogprobs { logprob: sampled.logprob, top })
         }
     };
-    Ok(AnswerEvent::Token { token, logprobs, text, generated })
+    Ok(CompletionEvent::Token { token, logprobs, text, generated })
 }
 
 #[cfg(test)]
@@ -135,15 +135,15 @@ mod tests {
     #[test]
     fn streamed_answer_is_decoded() {
         let of = |data: &str, top| event(data.as_bytes(), top).expect("a recorded event is valid");
-        assert_eq!(of(PROGRESS, Some(1)), AnswerEvent::Prompt { cached_tokens: 49 });
-        let token = |logprobs| AnswerEvent::Token { token: 344, logprobs, text: "ad".to_owned(), generated: 1 };
+        assert_eq!(of(PROGRESS, Some(1)), CompletionEvent::Prompt { cached_tokens: 49 });
+        let token = |logprobs| CompletionEvent::Token { token: 344, logprobs, text: "ad".to_owned(), generated: 1 };
         assert_eq!(of(TOKEN, None), token(None));
         let top = vec![TokenLogprob { token: 344, logprob: -1.5 }];
         assert_eq!(of(TOKEN, Some(1)), token(Some(TokenLogprobs { logprob: -1.5, top })));
         assert_eq!(of(TOKEN, Some(0)), token(Some(TokenLogprobs { logprob: -1.5, top: Vec::new() })));
-        assert_eq!(of(LAST, None), AnswerEvent::End { finish: Finish::Length, generated: 3, cached_tokens: Some(49) });
+        assert_eq!(of(LAST, None), CompletionEvent::End { finish: Finish::Length, generated: 3, cached_tokens: Some(49) });
         let end = of(&LAST.replace("limit", "eos"), None);
-        assert_eq!(end, AnswerEvent::End { finish: Finish::Stop, generated: 3, cached_tokens: Some(49) });
+        assert_eq!(end, CompletionEvent::End { finish: Finish::Stop, generated: 3, cached_tokens: Some(49) });
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Blocks that an engine without usable events is assumed to have cached.
 
-use super::blocks::{Blocks, Tier};
+use super::blocks::{MirrorBlocks, Tier};
 use std::{
     cmp::Reverse,
     collections::{BTreeSet, HashMap},
@@ -24,7 +24,7 @@ impl Assumed {
     }
 
     /// Assumes that the engine has cached and just used these leading blocks of a sequence, as many of them as fit.
-    pub fn store(&mut self, hashes: &[SequenceHash], blocks: &mut Blocks) {
+    pub fn store(&mut self, hashes: &[SequenceHash], blocks: &mut MirrorBlocks) {
         self.last_prompt += 1;
         let mut parent = None;
         for (index, hash) in hashes.iter().take(self.capacity_blocks).enumerate() {

@@ -20,29 +20,29 @@ pub struct PrefixTiers {
 
 /// The blocks of a mirror. A block is reported if the engine holds it and its parent, if it has one, is reported.
 #[derive(Default)]
-pub(super) struct Blocks {
-    held: HashMap<SequenceHash, Block>,
+pub(super) struct MirrorBlocks {
+    held: HashMap<SequenceHash, MirrorBlock>,
     /// For each held block, the pair of its parent and itself. The parent need not be held.
     children: BTreeSet<(Option<SequenceHash>, SequenceHash)>,
     reported: usize,
     log: EventLog,
 }
 
-struct Block {
+struct MirrorBlock {
     parent: Option<SequenceHash>,
     device: u32,
     host: u32,
     reported: bool,
 }
 
-impl Blocks {
+impl MirrorBlocks {
     /// Records that one more of the engine's blocks holds this block in the tier. `parent` is used only if no other block of the engine
     /// holds it.
     pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
         match self.held.entry(hash) {
             Entry::Occupied(mut entry) => *entry.get_mut().count(tier) += 1,
             Entry::Vacant(entry) => {
-                *entry.insert(Block { parent, device: 0, host: 0, reported: false }).count(tier) += 1;
+                *entry.insert(MirrorBlock { parent, device: 0, host: 0, reported: false }).count(tier) += 1;
                 self.children.insert((parent, hash));
                 if parent.is_none_or(|parent| self.held.get(&parent).is_some_and(|parent| parent.reported)) {
                     self.report(hash);
@@ -108,7 +108,7 @@ impl Blocks {
 
     /// Returns how many leading blocks of a prompt are on the engine's device, and how many of the next blocks are on the engine's host.
     pub fn prefix(&self, hashes: &[SequenceHash]) -> PrefixTiers {
-        let is_in = |hash: &SequenceHash, of: fn(&Block) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
+        let is_in = |hash: &SequenceHash, of: fn(&MirrorBlock) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
         let device = hashes.iter().take_while(|hash| is_in(hash, |block| block.device)).count();
         let host = hashes[device..].iter().take_while(|hash| is_in(hash, |block| block.host)).count();
         PrefixTiers { device_blocks: device as u32, host_blocks: host as u32 }
@@ -145,7 +145,7 @@ impl Blocks {
     }
 }
 
-impl Block {
+impl MirrorBlock {
     fn count(&mut self, tier: Tier) -> &mut u32 {
         match tier {
             Tier::Device => &mut self.device,

@@ -2,15 +2,15 @@
 
 use super::{
     handle, metrics,
-    request::{GenerateBody, SamplingParams, StreamOptions},
+    request::{GenerateBody, SamplingParams, VllmStreamOptions},
     response,
 };
 use crate::{
-    api::{Api, Call, Chunk, EngineFailure, Exported},
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, Exported},
     failure,
     http::{self, ANSWER_MAX, HttpClient},
     salt::cache_salt,
-    server::{self, Instance, Server},
+    server::{self, EngineServer, Instance},
 };
 use bytes::Bytes;
 use futures::{
@@ -33,7 +33,7 @@ const PROMPT_LOGPROBS_MAX: usize = 64 << 20;
 /// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
 const ID_PREFIX: &str = "generate-tokens-";
 
-pub(super) struct Client {
+pub(super) struct VllmClient {
     http: HttpClient,
     rank: Option<u32>,
     hash_key: HashKey,
@@ -60,7 +60,7 @@ pub(super) struct ClientSettings {
 }
 
 #[derive(Debug, Deserialize)]
-struct Model {
+struct VllmModel {
     id: String,
     root: Option<String>,
     max_model_len: Option<u32>,
@@ -81,7 +81,7 @@ pub(super) struct EventSource {
     pub topic: String,
 }
 
-impl Client {
+impl VllmClient {
     pub fn new(settings: ClientSettings) -> Self {
         let ClientSettings { http, rank, hash_key, handle_valid } = settings;
         Self { http, rank, hash_key, served: ServedModels::default(), handle_valid }
@@ -111,12 +111,12 @@ impl Client {
     pub async fn models(&self) -> Result<Option<ServedModels>, EngineFailure> {
         #[derive(Deserialize)]
         struct Models {
-            data: Vec<Model>,
+            data: Vec<VllmModel>,
         }
         let (loras, bases): (Vec<_>, Vec<_>) =
             self.get_json::<Models>("/v1/models").await?.data.into_iter().partition(|model| model.parent.is_some());
         let loras = loras.into_iter().map(|lora| lora.id).collect();
-        Ok(bases.into_iter().next().map(|Model { id, root, max_model_len, .. }| ServedModels {
+        Ok(bases.into_iter().next().map(|VllmModel { id, root, max_model_len, .. }| ServedModels {
             id,
             root,
             context_length: max_model_len.unwrap_or(u32::MAX),
@@ -145,7 +145,7 @@ impl Client {
     }
 
     /// Sends a generation request. Returns when the head of the answer has arrived; the caller reads the body.
-    async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
+    async fn send(&self, call: &EngineCall, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
         let json = serde_json::to_vec(body).expect("a request body can be serialized");
@@ -161,7 +161,7 @@ impl Client {
         }
     }
 
-    fn body<'a>(&self, call: &'a Call, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
+    fn body<'a>(&self, call: &'a EngineCall, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
         let cache_salt = cache_salt(&self.hash_key, &call.namespace);
         GenerateBody {
             model: call.namespace.model().filter(|model| self.served.loras.iter().any(|lora| lora == model)),
@@ -176,7 +176,7 @@ impl Client {
 }
 
 #[tonic::async_trait]
-impl Server for Client {
+impl EngineServer for VllmClient {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
         server::check_engine(&self.http).await?;
         Ok(metrics::started(&self.metrics().await?).map(|started| started.to_string()))
@@ -184,8 +184,8 @@ impl Server for Client {
 }
 
 #[tonic::async_trait]
-impl Api for Client {
-    async fn export(&self, call: &Call) -> Result<Exported, EngineFailure> {
+impl Api for VllmClient {
+    async fn export(&self, call: &EngineCall) -> Result<Exported, EngineFailure> {
         let sampling = Sampling::default();
         let body = GenerateBody {
             kv_transfer_params: Some(json!({ "do_remote_decode": true, "do_remote_prefill": false })),
@@ -200,20 +200,20 @@ impl Api for Client {
 
     async fn generate(
         &self,
-        call: &Call,
+        call: &EngineCall,
         sampling: &Sampling,
         pull: Option<KvHandle>,
-    ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure> {
+    ) -> Result<BoxStream<'static, Result<AnswerChunk, EngineFailure>>, EngineFailure> {
         let room = (self.served.context_length as usize).saturating_sub(call.tokens.len()).max(1);
         let max_tokens = sampling.max_tokens.unwrap_or(u32::MAX).min(room.try_into().unwrap_or(u32::MAX));
         let body = GenerateBody {
             stream: true,
-            stream_options: Some(StreamOptions { include_usage: true }),
+            stream_options: Some(VllmStreamOptions { include_usage: true }),
             kv_transfer_params: pull.map(|handle| handle::from_bytes(&handle.bytes)).transpose()?,
             ..self.body(call, SamplingParams::new(sampling, max_tokens))
         };
         let events = http::events(self.send(call, &body).await?);
-        let wanted = response::Wanted { top: sampling.logprobs, tokens: sampling.logprob_token_ids.clone() };
+        let wanted = response::WantedLogprobs { top: sampling.logprobs, tokens: sampling.logprob_token_ids.clone() };
         let chunks = events.map(move |event| match event?.as_str() {
             "[DONE]" => Ok(None),
             data => response::chunk(data.as_bytes(), &wanted).map(Some),
@@ -221,7 +221,7 @@ impl Api for Client {
         Ok(chunks.map(Result::transpose).take_while(|chunk| std::future::ready(chunk.is_some())).flat_map(stream::iter).boxed())
     }
 
-    async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
+    async fn prompt_logprobs(&self, call: &EngineCall, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
         let sampling = Sampling::default();
         let body = self.body(call, SamplingParams::prompt_only(&sampling, Some(top)));
         let answer = response::answer(&http::whole(self.send(call, &body).await?, PROMPT_LOGPROBS_MAX).await?)?;

@@ -1,15 +1,15 @@
 //! Connects to a vLLM server, and applies its events and checks its health as long as it runs.
 
 use super::{
-    InvalidEndpoint, Subscription, SubscriptionSettings, Update,
-    client::{Client, ClientSettings, EventSource, ServedModels},
+    InvalidEndpoint, MirrorUpdate, Subscription, SubscriptionSettings,
+    client::{ClientSettings, EventSource, ServedModels, VllmClient},
     metrics::{self, EngineConstants},
 };
 use crate::{
     http::HttpClient,
     mirror::{Mirror, MirrorSettings},
-    server::{self, ConnectError, Connected, Engine, EngineEnded, ModelDescription, ServerDescription},
-    shared::Shared,
+    server::{self, ConnectError, Connected, ConnectedEngine, EngineEnded, ModelDescription, ServerDescription},
+    shared::AdapterState,
     slots::{SlotLimits, Slots},
 };
 use futures::FutureExt;
@@ -103,7 +103,7 @@ impl From<InvalidEndpoint> for ConnectError {
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
     let http = HttpClient::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?;
-    let client = Client::new(ClientSettings {
+    let client = VllmClient::new(ClientSettings {
         http,
         rank: settings.rank,
         hash_key: settings.hash_key,
@@ -126,7 +126,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let url = &settings.url;
     let http = HttpClient::new(url, settings.key.clone(), settings.ca.as_deref())?;
     let host = http.host().to_owned();
-    let client = Client::new(ClientSettings {
+    let client = VllmClient::new(ClientSettings {
         http,
         rank: settings.rank,
         hash_key: settings.hash_key,
@@ -169,7 +169,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let info =
         EngineInfo { vocab_size: usize::MAX, context_length: model.context_length, block_size, capacity_blocks, block_bytes: 0 };
     let limits = SlotLimits { running: settings.running_max, blocks: capacity_blocks.into(), waiting: settings.waiting_max };
-    let shared = Arc::new(Shared::new(info, Slots::new(limits), mirror, approximate));
+    let shared = Arc::new(AdapterState::new(info, Slots::new(limits), mirror, approximate));
     let family = settings.nixl.then(|| {
         let EngineConstants { block_size, cache_dtype, .. } = &constants;
         format!("nixl/vllm-{version}/{cache_dtype}/{block_size}").into()
@@ -195,14 +195,14 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     }
     let (events, silence_max) = (follow_events(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
     let instance = Some(constants.started.to_string());
-    Ok(Connected::new(client, Engine { shared, family, instance, silence_max, events }, model, loras))
+    Ok(Connected::new(client, ConnectedEngine { shared, family, instance, silence_max, events }, model, loras))
 }
 
 fn model_description(served: &ServedModels) -> ModelDescription {
     ModelDescription { id: served.id.clone(), root: served.root.clone(), context_length: served.context_length }
 }
 
-async fn describe(client: &Client) -> Result<(ServedModels, String, String), ConnectError> {
+async fn describe(client: &VllmClient) -> Result<(ServedModels, String, String), ConnectError> {
     let described = || async { Ok((client.models().await?, client.version().await?, client.metrics().await?)) };
     let (served, version, metrics) = server::wait_until(client.http(), described).await?;
     Ok((served.ok_or(ConnectError::NoModel)?, version, metrics))
@@ -231,12 +231,12 @@ fn reachable(source: EventSource, host: &str) -> Result<(String, Option<String>,
     Ok((at(source.endpoint)?, source.replay_endpoint.map(at).transpose()?, source.topic))
 }
 
-async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) -> EngineEnded {
+async fn follow_events(shared: Arc<AdapterState>, subscription: Option<Subscription>) -> EngineEnded {
     let Some(mut subscription) = subscription else { return std::future::pending().await };
     let mut ignored = 0;
     loop {
         match subscription.next().await {
-            Some(Update::Batch(events)) => shared.update(|mirror| {
+            Some(MirrorUpdate::Batch(events)) => shared.update(|mirror| {
                 mirror.apply(&events);
                 let kinds = mirror.ignored_kinds();
                 if kinds.len() > ignored {
@@ -244,11 +244,11 @@ async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) 
                     tracing::warn!(?kinds, "the engine has layers without full attention; their cached blocks are ignored");
                 }
             }),
-            Some(Update::Lost(reason)) => {
+            Some(MirrorUpdate::Lost(reason)) => {
                 tracing::warn!(%reason, "KV events of the engine were lost; its cache counts as empty until it reports blocks again");
                 shared.update(Mirror::clear);
             }
-            Some(Update::Restarted) => return EngineEnded::Restarted,
+            Some(MirrorUpdate::Restarted) => return EngineEnded::Restarted,
             None => {
                 tracing::error!("the task that receives KV events has failed; the worker connects to its engine again");
                 return EngineEnded::Gone;

@@ -8,7 +8,7 @@ use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
 
 /// A batch of KV events: the changes that one step of the engine made to its cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Batch {
+pub struct EventBatch {
     /// The changes, in the order in which they were made.
     pub events: Vec<EngineEvent>,
     /// The engine's data-parallel rank; `None` if the batch does not name it.
@@ -51,7 +51,7 @@ const HASH_MAX: usize = 64;
 ///
 /// # Errors
 /// Fails if the payload is not a batch.
-pub fn decode(payload: &[u8]) -> Result<Batch, MalformedBatch> {
+pub fn decode(payload: &[u8]) -> Result<EventBatch, MalformedBatch> {
     if payload.len() > PAYLOAD_MAX {
         return Err(MalformedBatch::TooLong(payload.len()));
     }
@@ -62,7 +62,7 @@ pub fn decode(payload: &[u8]) -> Result<Batch, MalformedBatch> {
     let Some(ValueRef::Array(events)) = fields.get(1) else { return Err(MalformedBatch::NotABatch) };
     let rank = fields.get(2).and_then(ValueRef::as_u64).and_then(|rank| u32::try_from(rank).ok());
     let events = events.iter().filter_map(|event| self::event(event).transpose()).collect::<Result<_, _>>()?;
-    Ok(Batch { events, data_parallel_rank: rank })
+    Ok(EventBatch { events, data_parallel_rank: rank })
 }
 
 /// Counts the payload's values before memory is taken for them.

@@ -22,13 +22,13 @@ pub(super) struct GenerateBody<'a> {
     pub cache_salt: String,
     pub stream: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub stream_options: Option<StreamOptions>,
+    pub stream_options: Option<VllmStreamOptions>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_transfer_params: Option<Value>,
 }
 
 #[derive(Serialize)]
-pub(super) struct StreamOptions {
+pub(super) struct VllmStreamOptions {
     pub include_usage: bool,
 }
 
@@ -160,7 +160,7 @@ mod tests {
             sampling_params: SamplingParams::new(&sampling, 9),
             cache_salt: "s".to_owned(),
             stream: true,
-            stream_options: Some(StreamOptions { include_usage: true }),
+            stream_options: Some(VllmStreamOptions { include_usage: true }),
             kv_transfer_params: None,
         };
         assert_eq!(

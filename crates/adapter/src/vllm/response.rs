@@ -1,7 +1,7 @@
 //! Answers of vLLM's `/inference/v1/generate`.
 
 use crate::{
-    api::{Chunk, EngineFailure, Finish, Usage},
+    api::{AnswerChunk, EngineFailure, EngineUsage, Finish},
     failure::ErrorBody,
 };
 use serde::Deserialize;
@@ -12,9 +12,9 @@ use tandem_kv::TokenId;
 
 /// An answer, or one event of a streamed answer.
 #[derive(Deserialize)]
-pub(super) struct Answer {
+pub(super) struct GenerateAnswer {
     #[serde(default)]
-    pub choices: Vec<Choice>,
+    pub choices: Vec<SampleChoice>,
     pub usage: Option<AnswerUsage>,
     #[serde(default)]
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
@@ -25,47 +25,47 @@ pub(super) struct Answer {
 }
 
 #[derive(Deserialize)]
-pub(super) struct Choice {
+pub(super) struct SampleChoice {
     finish_reason: Option<String>,
     #[serde(default)]
     token_ids: Vec<TokenId>,
-    logprobs: Option<Logprobs>,
+    logprobs: Option<ChoiceLogprobs>,
 }
 
 #[derive(Deserialize)]
-struct Logprobs {
-    content: Vec<Sampled>,
+struct ChoiceLogprobs {
+    content: Vec<SampledLogprob>,
 }
 
 #[derive(Deserialize)]
-struct Sampled {
+struct SampledLogprob {
     logprob: f32,
     #[serde(default)]
-    top_logprobs: Vec<Alternative>,
+    top_logprobs: Vec<TopLogprob>,
 }
 
 #[derive(Deserialize)]
-struct Alternative {
+struct TopLogprob {
     token_id: TokenId,
     logprob: f32,
     rank: u32,
 }
 
-type RankedTokens = HashMap<TokenId, Ranked>;
+type RankedTokens = HashMap<TokenId, RankedLogprob>;
 
 #[derive(Deserialize)]
-pub(super) struct Ranked {
+pub(super) struct RankedLogprob {
     logprob: f32,
     rank: u32,
 }
 
 #[derive(Deserialize)]
 pub(super) struct AnswerUsage {
-    prompt_tokens_details: Option<PromptTokensDetails>,
+    prompt_tokens_details: Option<CachedTokenDetails>,
 }
 
 #[derive(Deserialize)]
-struct PromptTokensDetails {
+struct CachedTokenDetails {
     cached_tokens: Option<u32>,
 }
 
@@ -79,8 +79,8 @@ impl AnswerUsage {
 ///
 /// # Errors
 /// Fails if the JSON is not an answer, or reports an error.
-pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
-    let answer: Answer = serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))?;
+pub(super) fn answer(json: &[u8]) -> Result<GenerateAnswer, EngineFailure> {
+    let answer: GenerateAnswer = serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))?;
     match answer.error {
         Some(error) => Err(EngineFailure::Failed(error.message())),
         None => Ok(answer),
@@ -89,7 +89,7 @@ pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
 
 /// The logprobs that a request asked for.
 #[derive(Default)]
-pub(super) struct Wanted {
+pub(super) struct WantedLogprobs {
     /// The number of alternatives; `None` if no logprobs were requested.
     pub top: Option<u32>,
     /// The tokens that are reported as alternatives. If the list is empty, the likeliest tokens are reported.
@@ -100,10 +100,10 @@ pub(super) struct Wanted {
 ///
 /// # Errors
 /// Fails if the JSON is not an answer, or reports an error.
-pub(super) fn chunk(json: &[u8], wanted: &Wanted) -> Result<Chunk, EngineFailure> {
-    let Answer { choices, usage, .. } = answer(json)?;
-    let mut chunk = Chunk::default();
-    for Choice { finish_reason, token_ids, logprobs } in choices {
+pub(super) fn chunk(json: &[u8], wanted: &WantedLogprobs) -> Result<AnswerChunk, EngineFailure> {
+    let GenerateAnswer { choices, usage, .. } = answer(json)?;
+    let mut chunk = AnswerChunk::default();
+    for SampleChoice { finish_reason, token_ids, logprobs } in choices {
         chunk.finish = finish_reason.as_deref().map(finish).transpose()?;
         let mut logprobs = match (wanted.top, logprobs) {
             (Some(top), Some(logprobs)) if logprobs.content.len() == token_ids.len() => {
@@ -116,7 +116,7 @@ pub(super) fn chunk(json: &[u8], wanted: &Wanted) -> Result<Chunk, EngineFailure
         };
         chunk.tokens.extend(token_ids.into_iter().zip(logprobs.drain(..)));
     }
-    chunk.usage = usage.map(|usage| Usage { cached_tokens: usage.cached_tokens() });
+    chunk.usage = usage.map(|usage| EngineUsage { cached_tokens: usage.cached_tokens() });
     Ok(chunk)
 }
 
@@ -129,7 +129,7 @@ fn finish(reason: &str) -> Result<Finish, EngineFailure> {
     }
 }
 
-impl Sampled {
+impl SampledLogprob {
     /// Returns the logprob with the alternatives `tokens`, or with the `top` likeliest ones if `tokens` is empty.
     fn with_top(mut self, top: u32, tokens: &[TokenId]) -> TokenLogprobs {
         if !tokens.is_empty() {
@@ -141,7 +141,7 @@ impl Sampled {
         }
         self.top_logprobs.sort_by_key(|alternative| alternative.rank);
         let top = self.top_logprobs.into_iter().take(top as usize);
-        let top = top.map(|Alternative { token_id, logprob, .. }| TokenLogprob { token: token_id, logprob }).collect();
+        let top = top.map(|TopLogprob { token_id, logprob, .. }| TokenLogprob { token: token_id, logprob }).collect();
         TokenLogprobs { logprob: self.logprob, top }
     }
 }
@@ -150,18 +150,22 @@ impl Sampled {
 ///
 /// # Errors
 /// Fails if the answer lacks the logprobs of a token.
-pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
+pub(super) fn prompt_logprobs(
+    answer: GenerateAnswer,
+    prompt: &[TokenId],
+    top: u32,
+) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
     let missing = || EngineFailure::Protocol("the prompt's logprobs are missing".to_owned());
     let logprobs = answer.prompt_logprobs.filter(|logprobs| logprobs.len() == prompt.len()).ok_or_else(missing)?;
     let of_token = |(at, token, ranked): (usize, &TokenId, Option<RankedTokens>)| {
         let Some(ranked) = ranked.filter(|_| at > 0) else { return if at == 0 { Ok(None) } else { Err(missing()) } };
         let logprob = ranked.get(token).ok_or_else(missing)?.logprob;
         let mut ranked: Vec<_> = ranked.into_iter().collect();
-        ranked.sort_by_key(|(_, Ranked { rank, .. })| *rank);
+        ranked.sort_by_key(|(_, RankedLogprob { rank, .. })| *rank);
         let top = ranked.into_iter().take(top as usize);
         Ok(Some(TokenLogprobs {
             logprob,
-            top: top.map(|(token, Ranked { logprob, .. })| TokenLogprob { token, logprob }).collect(),
+            top: top.map(|(token, RankedLogprob { logprob, .. })| TokenLogprob { token, logprob }).collect(),
         }))
     };
     prompt.iter().zip(logprobs).enumerate().map(|(at, (token, ranked))| of_token((at, token, ranked))).collect()
@@ -178,13 +182,13 @@ mod tests {
     const ERROR: &str =
         r#"{"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}"#;
 
-    fn likeliest(top: u32) -> Wanted {
-        Wanted { top: Some(top), tokens: Vec::new() }
+    fn likeliest(top: u32) -> WantedLogprobs {
+        WantedLogprobs { top: Some(top), tokens: Vec::new() }
     }
 
     #[test]
     fn requested_tokens_are_the_alternatives_in_the_requested_order() {
-        let wanted = Wanted { top: Some(1), tokens: vec![344, 324] };
+        let wanted = WantedLogprobs { top: Some(1), tokens: vec![344, 324] };
         let chunk = chunk(FIRST.as_bytes(), &wanted).expect("the recorded event is valid");
         let logprobs = chunk.tokens[0].1.as_ref().expect("the event has logprobs");
         assert_eq!(logprobs.top.iter().map(|top| (top.token, top.logprob)).collect::<Vec<_>>(), [(344, -3.25), (324, -3.5)]);
@@ -196,12 +200,12 @@ mod tests {
         let top = vec![TokenLogprob { token: 344, logprob: -3.25 }];
         assert_eq!(first.tokens, [(324, Some(TokenLogprobs { logprob: -3.5, top }))]);
         assert_eq!((first.finish, first.usage), (None, None));
-        let last = chunk(LAST.as_bytes(), &Wanted::default()).expect("the recorded event is valid");
+        let last = chunk(LAST.as_bytes(), &WantedLogprobs::default()).expect("the recorded event is valid");
         assert_eq!((last.tokens.as_slice(), last.finish), (&[(516, None)][..], Some(Finish::Length)));
-        let usage = chunk(USAGE.as_bytes(), &Wanted::default()).expect("the recorded event is valid").usage;
-        assert_eq!(usage, Some(Usage { cached_tokens: Some(64) }));
+        let usage = chunk(USAGE.as_bytes(), &WantedLogprobs::default()).expect("the recorded event is valid").usage;
+        assert_eq!(usage, Some(EngineUsage { cached_tokens: Some(64) }));
         assert!(
-            matches!(chunk(ERROR.as_bytes(), &Wanted::default()), Err(EngineFailure::Failed(message)) if message == "Internal server error")
+            matches!(chunk(ERROR.as_bytes(), &WantedLogprobs::default()), Err(EngineFailure::Failed(message)) if message == "Internal server error")
         );
         assert!(matches!(chunk(LAST.as_bytes(), &likeliest(1)), Err(EngineFailure::Protocol(_))), "logprobs are missing");
     }
@@ -209,13 +213,13 @@ mod tests {
     #[test]
     fn missing_cached_token_count_differs_from_zero() {
         let of = |usage: &str| {
-            chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), &Wanted::default())
+            chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), &WantedLogprobs::default())
                 .expect("the event is valid")
                 .usage
         };
-        assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
-        assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));
-        assert_eq!(of(r#"{"prompt_tokens_details":{"cached_tokens":0}}"#), Some(Usage { cached_tokens: Some(0) }));
+        assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(EngineUsage { cached_tokens: None }));
+        assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(EngineUsage { cached_tokens: None }));
+        assert_eq!(of(r#"{"prompt_tokens_details":{"cached_tokens":0}}"#), Some(EngineUsage { cached_tokens: Some(0) }));
     }
 
     #[test]

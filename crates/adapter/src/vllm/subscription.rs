@@ -4,13 +4,13 @@
 //! A ROUTER socket sends the most recent batches again on request (*replay*). A task reads both sockets and delivers each batch once and in
 //! order:
 //!
-//! - At the start, it requests a replay of all batches. If the engine no longer has the first batches, they are [`Lost`].
-//! - If a batch's number shows a gap, it requests a replay. A missing batch that the replay does not contain either is [`Lost`].
+//! - At the start, it requests a replay of all batches. If the engine no longer has the first batches, they are [`EventLoss`].
+//! - If a batch's number shows a gap, it requests a replay. A missing batch that the replay does not contain either is [`EventLoss`].
 //! - After a loss, it delivers all batches that the engine still has. A mirror built from these batches alone contains some of the cached
 //!   blocks, and no block that is not cached.
 //! - After a reconnect, and from time to time while no batch arrives, it requests a replay from the last delivered batch on. This replay
 //!   also reveals batches that were lost and that no later batch has followed. If the replay does not have the last delivered batch, or has
-//!   another batch with its number, the engine is another process: [`Update::Restarted`].
+//!   another batch with its number, the engine is another process: [`MirrorUpdate::Restarted`].
 //! - If a batch clears the cache, the batches before it do not matter, so their loss is not reported.
 
 mod socket;
@@ -18,9 +18,9 @@ mod zmtp;
 
 pub use zmtp::InvalidEndpoint;
 
-use super::events::{Batch, MalformedBatch, decode};
+use super::events::{EventBatch, MalformedBatch, decode};
 use crate::event::EngineEvent;
-use socket::{Live, Replay};
+use socket::{EventReplay, Live};
 use std::{
     convert::Infallible,
     hash::{DefaultHasher, Hash, Hasher},
@@ -33,7 +33,7 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep},
 };
-use zmtp::{Endpoint, SocketError};
+use zmtp::{SocketError, ZmtpEndpoint};
 
 /// The settings of a [`Subscription`].
 #[derive(Clone, Debug)]
@@ -54,19 +54,19 @@ pub struct SubscriptionSettings {
 
 /// An update of the mirror: the next changes of the engine's prefix cache, or the reason to empty the mirror.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Update {
+pub enum MirrorUpdate {
     /// The events of the next batch of the engine.
     Batch(Vec<EngineEvent>),
     /// Changes were lost, so the content of the mirror is void. The updates that follow have all events from some moment on. A mirror that is emptied
     /// now and applies these updates contains only blocks that the engine has cached; after the next clear it contains all of them.
-    Lost(Lost),
+    Lost(EventLoss),
     /// Another engine process publishes its events now. Its cache was empty at its start, and later updates have all of its events.
     Restarted,
 }
 
 /// The reason why changes of the engine's cache were lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Lost {
+pub enum EventLoss {
     /// The engine no longer has its first batches. The field is the number of these batches.
     #[error("the engine no longer has its first {0} batches of KV events")]
     History(u64),
@@ -91,7 +91,7 @@ pub enum Lost {
 
 /// A subscription to the updates of one data-parallel rank. Dropping it ends its task.
 pub struct Subscription {
-    updates: mpsc::Receiver<Update>,
+    updates: mpsc::Receiver<MirrorUpdate>,
     _task: JoinSet<()>,
 }
 
@@ -113,7 +113,7 @@ impl Subscription {
     /// Fails if a client cannot connect to one of the endpoints.
     pub fn start(settings: SubscriptionSettings) -> Result<Self, InvalidEndpoint> {
         for endpoint in [Some(&settings.endpoint), settings.replay_endpoint.as_ref()].into_iter().flatten() {
-            endpoint.parse::<Endpoint>()?;
+            endpoint.parse::<ZmtpEndpoint>()?;
         }
         let (sender, updates) = mpsc::channel(UPDATES_MAX);
         let backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
@@ -122,7 +122,7 @@ impl Subscription {
             updates: sender,
             backoff,
             connected: None,
-            position: Position::Start,
+            position: BatchPosition::Start,
             live: None,
             missing: None,
             replays: false,
@@ -133,29 +133,29 @@ impl Subscription {
     }
 
     /// Returns the next update; `None` if the task that receives the events has failed. This method is cancel-safe.
-    pub async fn next(&mut self) -> Option<Update> {
+    pub async fn next(&mut self) -> Option<MirrorUpdate> {
         self.updates.recv().await
     }
 }
 
 struct Follower {
     settings: Arc<SubscriptionSettings>,
-    updates: mpsc::Sender<Update>,
+    updates: mpsc::Sender<MirrorUpdate>,
     backoff: Backoff,
     /// Since when the current connection can receive batches.
     connected: Option<Instant>,
-    position: Position,
+    position: BatchPosition,
     /// The number of the last batch that was received on the current connection; `None` before its first batch.
     live: Option<u64>,
     /// A loss that the current replay has revealed and that is not reported yet. `None` if the replay has revealed no loss, or if a later
     /// batch of the replay clears the cache, because then the loss does not matter.
-    missing: Option<Lost>,
+    missing: Option<EventLoss>,
     replays: bool,
 }
 
 /// The last batch that was delivered.
 #[derive(Clone, Copy)]
-enum Position {
+enum BatchPosition {
     /// No batch was delivered yet, so the next batch has the number 0.
     Start,
     /// This batch and all batches before it were delivered.
@@ -179,7 +179,7 @@ impl Seen {
     }
 }
 
-impl Position {
+impl BatchPosition {
     /// Returns the number of the next batch; `None` if it may have any number.
     fn next(self) -> Option<u64> {
         match self {
@@ -190,10 +190,10 @@ impl Position {
     }
 
     /// Returns which batches were lost if the batch that follows has the number `got`.
-    fn loss(self, got: u64) -> Lost {
+    fn loss(self, got: u64) -> EventLoss {
         match self {
-            Self::After(seen) => Lost::Gap { next: seen.number + 1, got },
-            Self::Start | Self::Unknown => Lost::History(got),
+            Self::After(seen) => EventLoss::Gap { next: seen.number + 1, got },
+            Self::Start | Self::Unknown => EventLoss::History(got),
         }
     }
 }
@@ -215,12 +215,12 @@ enum Replayed {
     Incomplete,
 }
 
-enum Stop {
+enum SubscriptionEnd {
     Unsubscribed,
     Failed(SocketError),
 }
 
-impl From<SocketError> for Stop {
+impl From<SocketError> for SubscriptionEnd {
     fn from(error: SocketError) -> Self {
         Self::Failed(error)
     }
@@ -231,8 +231,8 @@ impl Follower {
         loop {
             match self.follow().await {
                 Ok(never) => match never {},
-                Err(Stop::Unsubscribed) => return,
-                Err(Stop::Failed(error)) => {
+                Err(SubscriptionEnd::Unsubscribed) => return,
+                Err(SubscriptionEnd::Failed(error)) => {
                     // A publisher whose connections end soon is not connected to again and again at once.
                     if self.connected.take().is_some_and(|since| since.elapsed() > PAUSE_MAX) {
                         self.backoff.reset();
@@ -246,7 +246,7 @@ impl Follower {
         }
     }
 
-    async fn follow(&mut self) -> Result<Infallible, Stop> {
+    async fn follow(&mut self) -> Result<Infallible, SubscriptionEnd> {
         let mut live = Live::connect(&self.settings).await?;
         self.live = None;
         self.synchronise().await?;
@@ -267,39 +267,39 @@ impl Follower {
         }
     }
 
-    async fn synchronise(&mut self) -> Result<(), Stop> {
+    async fn synchronise(&mut self) -> Result<(), SubscriptionEnd> {
         if self.settings.replay_endpoint.is_some() {
             match self.catch_up().await {
-                Err(Stop::Failed(error)) => tracing::warn!(%error, "the engine does not replay its KV events"),
+                Err(SubscriptionEnd::Failed(error)) => tracing::warn!(%error, "the engine does not replay its KV events"),
                 other => return other,
             }
         }
-        if matches!(self.position, Position::Start) {
+        if matches!(self.position, BatchPosition::Start) {
             // The number of the first published batch that arrives later shows whether earlier batches were missed.
             return Ok(());
         }
-        self.position = Position::Unknown;
-        self.lose(Lost::Disconnected).await
+        self.position = BatchPosition::Unknown;
+        self.lose(EventLoss::Disconnected).await
     }
 
     /// Requests a replay to deliver batches that were published but not received. A failed replay is an error only if the previous replay
     /// succeeded.
-    async fn check(&mut self) -> Result<(), Stop> {
+    async fn check(&mut self) -> Result<(), SubscriptionEnd> {
         let has_replayed = self.replays;
         match self.catch_up().await {
-            Err(Stop::Failed(_)) if !has_replayed => Ok(()),
+            Err(SubscriptionEnd::Failed(_)) if !has_replayed => Ok(()),
             other => other,
         }
     }
 
     /// Delivers a published batch. If batches before it are missing, they are requested and delivered first.
-    async fn receive(&mut self, number: u64, payload: &[u8]) -> Result<(), Stop> {
+    async fn receive(&mut self, number: u64, payload: &[u8]) -> Result<(), SubscriptionEnd> {
         if self.live.replace(number).is_some_and(|last| number <= last) {
             self.restart().await?;
         }
         if self.position.next().is_some_and(|next| number > next) && self.settings.replay_endpoint.is_some() {
             match self.catch_up().await {
-                Err(Stop::Failed(error)) => tracing::warn!(%error, "the engine does not replay its KV events"),
+                Err(SubscriptionEnd::Failed(error)) => tracing::warn!(%error, "the engine does not replay its KV events"),
                 other => other?,
             }
         }
@@ -311,17 +311,17 @@ impl Follower {
         };
         let events = self.decode(number, payload).await?;
         match (lost, since_clear(&events)) {
-            (Some(_), Some(since)) => self.send(Update::Batch(since)).await,
+            (Some(_), Some(since)) => self.send(MirrorUpdate::Batch(since)).await,
             (Some(lost), None) => {
                 self.lose(lost).await?;
-                self.send(Update::Batch(events)).await
+                self.send(MirrorUpdate::Batch(events)).await
             }
-            (None, _) => self.send(Update::Batch(events)).await,
+            (None, _) => self.send(MirrorUpdate::Batch(events)).await,
         }
     }
 
     /// Replays all batches that were published after the last delivered batch.
-    async fn catch_up(&mut self) -> Result<(), Stop> {
+    async fn catch_up(&mut self) -> Result<(), SubscriptionEnd> {
         let mut may_be_interrupted = true;
         loop {
             let before = self.position.next();
@@ -331,7 +331,7 @@ impl Follower {
                 Ok(Replayed::All) => return Ok(()),
                 Ok(Replayed::Interrupted) => may_be_interrupted = self.position.next() > before,
                 Ok(Replayed::OtherProcess) => self.restart().await?,
-                Ok(Replayed::Incomplete) => self.position = Position::Unknown,
+                Ok(Replayed::Incomplete) => self.position = BatchPosition::Unknown,
                 Err(error) => {
                     self.lose_missing().await?;
                     return Err(error);
@@ -342,9 +342,9 @@ impl Follower {
 
     /// Requests one replay from the last delivered batch on, and delivers its batches. If a batch is missing, nothing is delivered until an
     /// event of a later batch clears the cache; that event and all later ones are delivered.
-    async fn replay(&mut self, may_be_interrupted: bool) -> Result<Replayed, Stop> {
-        let mut known = if let Position::After(seen) = self.position { Some(seen) } else { None };
-        let mut replay = Replay::request(&self.settings, known.map_or(0, |seen| seen.number)).await?;
+    async fn replay(&mut self, may_be_interrupted: bool) -> Result<Replayed, SubscriptionEnd> {
+        let mut known = if let BatchPosition::After(seen) = self.position { Some(seen) } else { None };
+        let mut replay = EventReplay::request(&self.settings, known.map_or(0, |seen| seen.number)).await?;
         let mut is_first = true;
         while let Some((number, payload)) = replay.next().await? {
             let was_first = std::mem::take(&mut is_first);
@@ -362,10 +362,10 @@ impl Follower {
             }
             let events = self.decode(number, &payload).await?;
             if self.missing.is_none() {
-                self.send(Update::Batch(events)).await?;
+                self.send(MirrorUpdate::Batch(events)).await?;
             } else if let Some(since) = since_clear(&events) {
                 self.missing = None;
-                self.send(Update::Batch(since)).await?;
+                self.send(MirrorUpdate::Batch(since)).await?;
             }
         }
         if known.is_some() {
@@ -380,40 +380,40 @@ impl Follower {
 
     /// Advances the position to this batch and returns the batch's events. If the batch is malformed or from another rank, reports a loss
     /// and returns no events.
-    async fn decode(&mut self, number: u64, payload: &[u8]) -> Result<Vec<EngineEvent>, Stop> {
-        self.position = Position::After(Seen::new(number, payload));
+    async fn decode(&mut self, number: u64, payload: &[u8]) -> Result<Vec<EngineEvent>, SubscriptionEnd> {
+        self.position = BatchPosition::After(Seen::new(number, payload));
         let lost = match decode(payload) {
-            Ok(Batch { events, data_parallel_rank }) => match data_parallel_rank {
-                Some(rank) if rank != self.settings.data_parallel_rank => Lost::OtherRank(rank),
+            Ok(EventBatch { events, data_parallel_rank }) => match data_parallel_rank {
+                Some(rank) if rank != self.settings.data_parallel_rank => EventLoss::OtherRank(rank),
                 _ => return Ok(events),
             },
-            Err(error) => Lost::Malformed(error),
+            Err(error) => EventLoss::Malformed(error),
         };
         self.missing = None;
         self.lose(lost).await?;
         Ok(Vec::new())
     }
 
-    async fn restart(&mut self) -> Result<(), Stop> {
-        (self.position, self.missing) = (Position::Start, None);
-        self.send(Update::Restarted).await
+    async fn restart(&mut self) -> Result<(), SubscriptionEnd> {
+        (self.position, self.missing) = (BatchPosition::Start, None);
+        self.send(MirrorUpdate::Restarted).await
     }
 
-    async fn lose_missing(&mut self) -> Result<(), Stop> {
+    async fn lose_missing(&mut self) -> Result<(), SubscriptionEnd> {
         match self.missing.take() {
             Some(lost) => self.lose(lost).await,
             None => Ok(()),
         }
     }
 
-    async fn lose(&mut self, lost: Lost) -> Result<(), Stop> {
-        self.send(Update::Lost(lost)).await
+    async fn lose(&mut self, lost: EventLoss) -> Result<(), SubscriptionEnd> {
+        self.send(MirrorUpdate::Lost(lost)).await
     }
 
-    async fn send(&mut self, update: Update) -> Result<(), Stop> {
-        if update == Update::Batch(Vec::new()) {
+    async fn send(&mut self, update: MirrorUpdate) -> Result<(), SubscriptionEnd> {
+        if update == MirrorUpdate::Batch(Vec::new()) {
             return Ok(());
         }
-        self.updates.send(update).await.map_err(|_| Stop::Unsubscribed)
+        self.updates.send(update).await.map_err(|_| SubscriptionEnd::Unsubscribed)
     }
 }

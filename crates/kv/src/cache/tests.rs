@@ -1,12 +1,14 @@
 //! Tests of the cache, one behaviour each. All blocks have two tokens.
 
+mod model;
+
 use super::{CacheSettings, Counts, Full, PrefixCache};
 use crate::{BlockId, Change, HashKey, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
 
 pub(super) const SETTINGS: CacheSettings =
     CacheSettings { capacity_blocks: 6, block_size: 2, prefix_caching: true, hash_key: HashKey::NONE };
 
-pub(super) fn wanted(reuse_max_blocks: u32, len_blocks: u32) -> Wanted {
+fn wanted(reuse_max_blocks: u32, len_blocks: u32) -> Wanted {
     Wanted { reuse_max_blocks, len_blocks, spare_blocks: 0 }
 }
 

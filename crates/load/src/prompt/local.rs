@@ -1,6 +1,6 @@
 //! A tokenizer in a file of this machine.
 
-use super::Count;
+use super::CountTokens;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -48,7 +48,7 @@ impl LocalTokenizer {
     }
 }
 
-impl Count for LocalTokenizer {
+impl CountTokens for LocalTokenizer {
     type Error = LocalTokenizerError;
 
     async fn count(&self, text: &str) -> Result<u64, LocalTokenizerError> {

@@ -1,29 +1,29 @@
 //! Prompts for traces that have lengths and ids of blocks instead of text.
 //!
-//! A block's text follows from its id, so prompts share text where they share ids. Each text is made of *atoms*: strings that the server's
+//! A block's text follows from its id, so prompts share text where they share ids. Each text is made of *words*: strings that the server's
 //! tokenizer encodes as one token each, whatever is before and after them. So a text can be cut to a number of tokens exactly.
 
-mod atoms;
 mod local;
+mod words;
 
-pub use atoms::{AtomsError, Count};
 pub use local::{LocalTokenizer, LocalTokenizerError};
+pub use words::{CountTokens, WordsError};
 
-use crate::trace::Blocks;
-use atoms::Atoms;
+use crate::trace::TraceBlocks;
 use fastrand::Rng;
+use words::PromptWords;
 
 /// Makes prompts.
 #[derive(Clone, Debug)]
-pub(crate) struct Prompts {
-    vocabulary: Vocabulary,
+pub(crate) struct PromptMaker {
+    vocabulary: PromptVocabulary,
     seed: u64,
     block_tokens: u64,
 }
 
 #[derive(Clone, Debug)]
-enum Vocabulary {
-    Text(Atoms),
+enum PromptVocabulary {
+    Text(PromptWords),
     /// Token ids below this number.
     Ids(u32),
 }
@@ -31,32 +31,32 @@ enum Vocabulary {
 /// A prompt, as `/v1/completions` takes it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(untagged)]
-pub(crate) enum Prompt {
+pub(crate) enum MadePrompt {
     Text(String),
     Ids(Vec<u32>),
 }
 
-impl Prompts {
+impl PromptMaker {
     /// Makes prompts of text, for the tokenizer that `count` asks.
     ///
     /// # Errors
-    /// The tokenizer does not answer, or no atoms were found for it.
-    pub(crate) async fn text<C: Count>(count: &C, seed: u64, block_tokens: u64) -> Result<Self, AtomsError<C::Error>> {
-        Ok(Self { vocabulary: Vocabulary::Text(Atoms::find(count, seed).await?), seed, block_tokens })
+    /// The tokenizer does not answer, or no words were found for it.
+    pub(crate) async fn text<C: CountTokens>(count: &C, seed: u64, block_tokens: u64) -> Result<Self, WordsError<C::Error>> {
+        Ok(Self { vocabulary: PromptVocabulary::Text(PromptWords::find(count, seed).await?), seed, block_tokens })
     }
 
     /// Makes prompts of token ids below `vocabulary`.
     pub(crate) fn ids(vocabulary: u32, seed: u64, block_tokens: u64) -> Self {
-        Self { vocabulary: Vocabulary::Ids(vocabulary), seed, block_tokens }
+        Self { vocabulary: PromptVocabulary::Ids(vocabulary), seed, block_tokens }
     }
 
     /// Returns the prompt of a row, which has exactly `input_length` tokens as the server counts them. What the row has no id for is text
     /// of its own.
-    pub(crate) fn prompt(&self, row: u64, blocks: &Blocks) -> Prompt {
+    pub(crate) fn prompt(&self, row: u64, blocks: &TraceBlocks) -> MadePrompt {
         // The tokens that a server adds before a text count as the prompt's, so they are missing at its end.
         let lead = match &self.vocabulary {
-            Vocabulary::Text(atoms) => atoms.lead,
-            Vocabulary::Ids(_) => 0,
+            PromptVocabulary::Text(words) => words.lead,
+            PromptVocabulary::Ids(_) => 0,
         };
         let mut missing = blocks.input_length.saturating_sub(lead);
         let seeds = blocks.hash_ids.iter().map(|id| (1, *id)).chain([(2, row)]);
@@ -66,15 +66,15 @@ impl Prompts {
             (Rng::with_seed(mixed(self.seed, kind, id)), tokens)
         });
         match &self.vocabulary {
-            Vocabulary::Text(atoms) => {
+            PromptVocabulary::Text(words) => {
                 let mut text = String::new();
-                parts.for_each(|(mut rng, tokens)| atoms.write(&mut text, &mut rng, tokens));
-                Prompt::Text(text)
+                parts.for_each(|(mut rng, tokens)| words.write(&mut text, &mut rng, tokens));
+                MadePrompt::Text(text)
             }
             // The lowest ids are often special tokens and single bytes.
-            Vocabulary::Ids(vocabulary) => {
+            PromptVocabulary::Ids(vocabulary) => {
                 let ids = parts.flat_map(|(mut rng, tokens)| (0..tokens).map(move |_| rng.u32(vocabulary / 100..*vocabulary)));
-                Prompt::Ids(ids.collect())
+                MadePrompt::Ids(ids.collect())
             }
         }
     }
@@ -91,21 +91,21 @@ fn mixed(seed: u64, kind: u64, id: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prompt::atoms::tests::Fake;
+    use crate::prompt::words::tests::Fake;
 
-    fn blocks(input_length: u64, hash_ids: &[u64]) -> Blocks {
-        Blocks { input_length, output_length: 1, hash_ids: hash_ids.to_vec() }
+    fn blocks(input_length: u64, hash_ids: &[u64]) -> TraceBlocks {
+        TraceBlocks { input_length, output_length: 1, hash_ids: hash_ids.to_vec() }
     }
 
-    fn text(prompt: Prompt) -> String {
+    fn text(prompt: MadePrompt) -> String {
         match prompt {
-            Prompt::Text(text) => text,
-            Prompt::Ids(ids) => panic!("a text: {ids:?}"),
+            MadePrompt::Text(text) => text,
+            MadePrompt::Ids(ids) => panic!("a text: {ids:?}"),
         }
     }
 
-    async fn prompts(fake: &Fake) -> Prompts {
-        Prompts::text(fake, 3, 32).await.expect("the tokenizer has atoms")
+    async fn prompts(fake: &Fake) -> PromptMaker {
+        PromptMaker::text(fake, 3, 32).await.expect("the tokenizer has words")
     }
 
     #[tokio::test]
@@ -143,9 +143,9 @@ mod tests {
 
     #[test]
     fn prompts_of_ids_follow_blocks_and_seeds() {
-        let of = |seed, row, length, ids: &[u64]| match Prompts::ids(1_000, seed, 16).prompt(row, &blocks(length, ids)) {
-            Prompt::Ids(ids) => ids,
-            Prompt::Text(text) => panic!("ids: {text}"),
+        let of = |seed, row, length, ids: &[u64]| match PromptMaker::ids(1_000, seed, 16).prompt(row, &blocks(length, ids)) {
+            MadePrompt::Ids(ids) => ids,
+            MadePrompt::Text(text) => panic!("ids: {text}"),
         };
         let (one, other) = (of(1, 0, 40, &[1, 2, 3]), of(1, 5, 40, &[1, 2, 4]));
         assert_eq!((one.len(), &one[..32]), (40, &other[..32]));

@@ -25,7 +25,7 @@ pub(super) struct Chart {
     right: f64,
     rows: Vec<Tick>,
     columns: Vec<Tick>,
-    lines: Vec<Line>,
+    lines: Vec<ChartLine>,
 }
 
 /// A mark of an axis.
@@ -37,7 +37,7 @@ struct Tick {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-struct Line {
+struct ChartLine {
     name: String,
     colour: usize,
     dashed: bool,
@@ -105,7 +105,7 @@ pub(super) fn chart(title: &str, axis: &Axis, max: Option<f64>, format: fn(f64) 
         let placed: Vec<Option<(f64, f64)>> =
             line.points.iter().map(|(x, y)| y.map(|y| (round(at_x(*x)), round(at_y(y))))).collect();
         let (path, dots) = path(&placed);
-        Line { name: line.name.clone(), colour: line.report % COLOURS, dashed: line.dashed, path, dots }
+        ChartLine { name: line.name.clone(), colour: line.report % COLOURS, dashed: line.dashed, path, dots }
     });
     Some(Chart {
         title: title.to_owned(),

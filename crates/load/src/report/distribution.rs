@@ -25,7 +25,7 @@ pub(super) struct Distribution {
 
 /// Mean and percentiles of a set of times, in milliseconds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Summary {
+pub struct TimeSummary {
     /// The number of times.
     pub count: u64,
     /// The mean.
@@ -64,7 +64,7 @@ impl Distribution {
     }
 
     /// Returns mean and percentiles; `None` without times.
-    pub(super) fn summary(&self) -> Option<Summary> {
+    pub(super) fn summary(&self) -> Option<TimeSummary> {
         let count = self.histogram.len();
         if count == 0 {
             return None;
@@ -72,7 +72,7 @@ impl Distribution {
         let max_us = self.max_us;
         // The histogram returns the upper end of the range of times that it counts together.
         let percentile = |percent: f64| self.histogram.value_at_percentile(percent).min(max_us) as f64 / 1e3;
-        Some(Summary {
+        Some(TimeSummary {
             count,
             mean_ms: self.sum.as_secs_f64() * 1e3 / count as f64,
             p50_ms: percentile(50.0),

@@ -26,8 +26,8 @@ mod tests;
 mod text;
 mod timeline;
 
-pub use distribution::Summary;
-pub use outcome::{Answer, Cached, Expected, Failure, FailureClass, Gap, Outcome};
+pub use distribution::TimeSummary;
+pub use outcome::{CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer, RequestOutcome};
 pub use page::html;
 pub use recorder::{Recorder, Roles, Slo};
 pub use text::{comparison, text};
@@ -49,11 +49,11 @@ pub struct Report {
     /// The failures by class.
     pub errors: Vec<ErrorCount>,
     /// The time from when a request should have been sent to its first token; `None` if no token arrived.
-    pub ttft: Option<Summary>,
+    pub ttft: Option<TimeSummary>,
     /// The time between two tokens of an answer.
-    pub itl: Option<Summary>,
+    pub itl: Option<TimeSummary>,
     /// The time from when a request should have been sent to the end of its answer.
-    pub e2e: Option<Summary>,
+    pub e2e: Option<TimeSummary>,
     /// The requests that met the service levels; `None` if none were set.
     pub goodput: Option<Goodput>,
     /// The tokens of all complete answers.
@@ -172,7 +172,7 @@ pub struct Late {
     /// The requests that were sent more than 10 ms late.
     pub requests: u64,
     /// The delays of all requests.
-    pub lateness: Option<Summary>,
+    pub lateness: Option<TimeSummary>,
 }
 
 /// How evenly the load was spread: the load of the busiest worker divided by the mean. 1 is even.

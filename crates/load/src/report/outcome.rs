@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc, time::Duration};
 
 /// One request that was sent, and its end. All times are counted from the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Outcome {
+pub struct RequestOutcome {
     /// When the request should have been sent. In an open loop this is its time in the trace; in a closed loop, the time at which it was
     /// sent.
     pub due: Duration,
@@ -15,7 +15,7 @@ pub struct Outcome {
     /// The numbers of tokens that prompt and answer should have.
     pub expected: Expected,
     /// The complete answer, or why there is none.
-    pub result: Result<Answer, Failure>,
+    pub result: Result<MeasuredAnswer, Failure>,
 }
 
 /// The numbers of tokens that a request should have, as its trace says.
@@ -29,7 +29,7 @@ pub struct Expected {
 
 /// A complete answer.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Answer {
+pub struct MeasuredAnswer {
     /// When the first token arrived; `None` if the answer has no token.
     pub first_token: Option<Duration>,
     /// The times between the tokens that followed, in order.
@@ -39,7 +39,7 @@ pub struct Answer {
     /// The generated tokens.
     pub output_tokens: u64,
     /// The prompt's cached tokens.
-    pub cached: Cached,
+    pub cached: CachedCount,
     /// The worker that computed the prompt; `None` if the answer does not name it.
     pub prefill_worker: Option<Arc<str>>,
     /// The worker that generated the answer; `None` if the answer does not name it.
@@ -57,7 +57,7 @@ pub struct Gap {
 
 /// The number of a prompt's cached tokens, and how it is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Cached {
+pub enum CachedCount {
     /// The server marks the number as counted by the worker that computed the prompt.
     Counted(u64),
     /// The server marks the number as an estimate.
@@ -111,7 +111,7 @@ impl fmt::Display for FailureClass {
     }
 }
 
-impl Cached {
+impl CachedCount {
     /// Returns the number; `None` if it is not known.
     pub fn tokens(self) -> Option<u64> {
         match self {
@@ -121,7 +121,7 @@ impl Cached {
     }
 }
 
-impl Outcome {
+impl RequestOutcome {
     /// Returns the time from when the request should have been sent to its first token.
     pub fn ttft(&self) -> Option<Duration> {
         let first = self.result.as_ref().ok()?.first_token?;
@@ -139,7 +139,7 @@ impl Outcome {
     }
 }
 
-impl Answer {
+impl MeasuredAnswer {
     /// Returns the mean time between two tokens; `None` if there are fewer than two. Unlike `gaps`, it does not depend on how many tokens
     /// a server sends at once.
     pub fn mean_itl(&self) -> Option<Duration> {

@@ -1,7 +1,7 @@
 //! Reports as one HTML page that needs no other file: figures, and plots as SVG. It looks like the page at `/dashboard`.
 
 use super::{
-    ErrorCount, Fact, Report, Summary, WorkerShare,
+    ErrorCount, Fact, Report, TimeSummary, WorkerShare,
     chart::{Axis, Chart, Series, chart, percentile_at},
     format::{decimal, percent, whole},
     text::{requests, sentences},
@@ -21,7 +21,7 @@ const SPANS: usize = 60;
 struct Page<'a> {
     title: &'a str,
     style: &'static str,
-    reports: Vec<Part<'a>>,
+    reports: Vec<ReportPart<'a>>,
     times: Vec<Vec<String>>,
     sections: Vec<Section>,
     workers: Vec<Vec<String>>,
@@ -29,19 +29,19 @@ struct Page<'a> {
 
 /// One report's part of the page.
 #[derive(Serialize)]
-struct Part<'a> {
+struct ReportPart<'a> {
     name: &'a str,
     colour: usize,
     facts: &'a [Fact],
     errors: &'a [ErrorCount],
     requests: String,
     sentences: Vec<String>,
-    tiles: Vec<Tile>,
+    tiles: Vec<PageTile>,
 }
 
 /// A number that the page shows in large type.
 #[derive(Serialize)]
-struct Tile {
+struct PageTile {
     name: &'static str,
     value: String,
     about: String,
@@ -82,8 +82,8 @@ pub fn html(title: &str, reports: &[Report]) -> String {
     templates.render_str(TEMPLATE, Serde(page)).expect("the template is a constant that fits its data") + "\n"
 }
 
-fn part(index: usize, report: &Report) -> Part<'_> {
-    Part {
+fn part(index: usize, report: &Report) -> ReportPart<'_> {
+    ReportPart {
         name: &report.name,
         colour: index % 8,
         facts: &report.facts,
@@ -94,8 +94,8 @@ fn part(index: usize, report: &Report) -> Part<'_> {
     }
 }
 
-fn tiles(report: &Report) -> Vec<Tile> {
-    let mut tiles = vec![Tile {
+fn tiles(report: &Report) -> Vec<PageTile> {
+    let mut tiles = vec![PageTile {
         name: "Answers per second",
         value: decimal(report.requests.answered_per_second),
         about: format!("{} of {} requests", whole(report.requests.answered), whole(report.requests.sent)),
@@ -103,23 +103,23 @@ fn tiles(report: &Report) -> Vec<Tile> {
     let times = [("TTFT, median", &report.ttft), ("ITL, median", &report.itl), ("E2E, median", &report.e2e)];
     tiles.extend(times.into_iter().filter_map(|(name, summary)| {
         let summary = summary.as_ref()?;
-        Some(Tile {
+        Some(PageTile {
             name,
             value: format!("{} ms", decimal(summary.p50_ms)),
             about: format!("p99 {} ms", decimal(summary.p99_ms)),
         })
     }));
-    tiles.extend(report.tokens.hit_rate().map(|rate| Tile {
+    tiles.extend(report.tokens.hit_rate().map(|rate| PageTile {
         name: "Hit rate",
         value: percent(rate),
         about: format!("{} of {} prompt tokens", whole(report.tokens.cached()), whole(report.tokens.prompt_with_cached)),
     }));
-    tiles.push(Tile {
+    tiles.push(PageTile {
         name: "Tokens per second",
         value: decimal(report.tokens.output_per_second),
         about: format!("and {} of prompts", decimal(report.tokens.prompt_per_second)),
     });
-    tiles.extend(report.goodput.as_ref().map(|goodput| Tile {
+    tiles.extend(report.goodput.as_ref().map(|goodput| PageTile {
         name: "Goodput",
         value: percent(goodput.share),
         about: format!("{} requests per second", decimal(goodput.per_second)),
@@ -130,7 +130,7 @@ fn tiles(report: &Report) -> Vec<Tile> {
 /// Returns the rows of a report in the table of times. With several reports, each row names its report.
 fn times(report: &Report, named: bool) -> Vec<Vec<String>> {
     let rows = [("TTFT", &report.ttft), ("ITL", &report.itl), ("E2E", &report.e2e), ("Late start", &report.late.lateness)];
-    let row = |(name, summary): (&str, &Option<Summary>)| {
+    let row = |(name, summary): (&str, &Option<TimeSummary>)| {
         let summary = summary.as_ref()?;
         let name = if named { format!("{name}, {}", report.name) } else { name.to_owned() };
         let times = [summary.mean_ms, summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms];
@@ -152,7 +152,7 @@ fn worker_row(worker: &WorkerShare) -> Vec<String> {
 }
 
 fn percentiles(reports: &[Report]) -> Vec<Chart> {
-    let of = |title, summary: fn(&Report) -> &Option<Summary>| {
+    let of = |title, summary: fn(&Report) -> &Option<TimeSummary>| {
         let series: Vec<Series> = each(reports, |report| {
             let curve = summary(report).iter().flat_map(|summary| &summary.curve);
             vec![(false, curve.map(|(percent, ms)| (percentile_at(*percent), Some(*ms))).collect())]

@@ -3,7 +3,7 @@
 use super::{
     Balance, ErrorCount, Fact, Goodput, Late, Report, Requests, Tokens, WorkerShare,
     distribution::Distribution,
-    outcome::{Answer, Cached, FailureClass, Outcome},
+    outcome::{CachedCount, FailureClass, MeasuredAnswer, RequestOutcome},
     timeline::Timeline,
 };
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -52,7 +52,7 @@ impl Slo {
 
     /// Whether the answer meets all service levels that are set. An answer with fewer than two tokens meets that of the time between
     /// tokens; one without a token does not meet that of the first token.
-    pub fn is_met(&self, outcome: &Outcome) -> bool {
+    pub fn is_met(&self, outcome: &RequestOutcome) -> bool {
         let Ok(answer) = &outcome.result else { return false };
         let within = |time: Option<Duration>, max: Option<Duration>, without: bool| {
             max.is_none_or(|max| time.map_or(without, |time| time <= max))
@@ -77,7 +77,7 @@ impl Recorder {
     }
 
     /// Adds the outcome of a request.
-    pub fn add(&mut self, outcome: &Outcome) {
+    pub fn add(&mut self, outcome: &RequestOutcome) {
         self.last_end = self.last_end.max(outcome.ended);
         self.requests += 1;
         self.timeline.add(outcome);
@@ -93,7 +93,7 @@ impl Recorder {
         }
     }
 
-    fn add_answer(&mut self, outcome: &Outcome, answer: &Answer) {
+    fn add_answer(&mut self, outcome: &RequestOutcome, answer: &MeasuredAnswer) {
         self.answered += 1;
         self.good += u64::from(self.slo.is_met(outcome));
         outcome.ttft().into_iter().for_each(|time| self.ttft.add(time));
@@ -182,17 +182,17 @@ fn worker<'a>(workers: &'a mut BTreeMap<Arc<str>, WorkerShare>, name: &Arc<str>)
 }
 
 impl Tokens {
-    fn add(&mut self, outcome: &Outcome, answer: &Answer) {
+    fn add(&mut self, outcome: &RequestOutcome, answer: &MeasuredAnswer) {
         let prompt = answer.prompt_tokens.unwrap_or(0);
         self.prompt += prompt;
         self.output += answer.output_tokens;
         match answer.cached {
-            Cached::Counted(tokens) => self.cached_counted += tokens,
-            Cached::Estimated(tokens) => self.cached_estimated += tokens,
-            Cached::Unmarked(tokens) => self.cached_unmarked += tokens,
-            Cached::Unknown => self.answers_without_cached += 1,
+            CachedCount::Counted(tokens) => self.cached_counted += tokens,
+            CachedCount::Estimated(tokens) => self.cached_estimated += tokens,
+            CachedCount::Unmarked(tokens) => self.cached_unmarked += tokens,
+            CachedCount::Unknown => self.answers_without_cached += 1,
         }
-        if answer.prompt_tokens.is_some() && answer.cached != Cached::Unknown {
+        if answer.prompt_tokens.is_some() && answer.cached != CachedCount::Unknown {
             self.prompt_with_cached += prompt;
         }
         let differs = |found: Option<u64>, expected: Option<u64>| {

@@ -9,9 +9,9 @@ fn ms(ms: u64) -> Duration {
 }
 
 /// Returns an answered request: due at `due`, sent `late` later, first token after another 100 ms, then three tokens 10 ms apart.
-fn answered(due: u64, late: u64, cached: Cached, worker: &str) -> Outcome {
+fn answered(due: u64, late: u64, cached: CachedCount, worker: &str) -> RequestOutcome {
     let first = due + late + 100;
-    let answer = Answer {
+    let answer = MeasuredAnswer {
         first_token: Some(ms(first)),
         gaps: vec![Gap { length: ms(10), count: 3 }],
         prompt_tokens: Some(1_000),
@@ -21,20 +21,20 @@ fn answered(due: u64, late: u64, cached: Cached, worker: &str) -> Outcome {
         decode_worker: Some(Arc::from("decode-0")),
     };
     let expected = Expected { prompt_tokens: Some(1_000), output_tokens: Some(4) };
-    Outcome { due: ms(due), sent: ms(due + late), ended: ms(first + 30), expected, result: Ok(answer) }
+    RequestOutcome { due: ms(due), sent: ms(due + late), ended: ms(first + 30), expected, result: Ok(answer) }
 }
 
-fn failed(due: u64, class: FailureClass, message: &str) -> Outcome {
+fn failed(due: u64, class: FailureClass, message: &str) -> RequestOutcome {
     let failure = Failure { class, message: message.to_owned() };
-    Outcome { due: ms(due), sent: ms(due), ended: ms(due + 5), expected: Expected::default(), result: Err(failure) }
+    RequestOutcome { due: ms(due), sent: ms(due), ended: ms(due + 5), expected: Expected::default(), result: Err(failure) }
 }
 
 fn recorder(slo: Slo) -> Recorder {
     let mut recorder = Recorder::new(slo);
     recorder.add_worker("prefill-2", Roles { prefills: true, decodes: false });
-    recorder.add(&answered(0, 0, Cached::Counted(800), "prefill-0"));
-    recorder.add(&answered(1_000, 400, Cached::Estimated(300), "prefill-1"));
-    recorder.add(&answered(1_000, 0, Cached::Unknown, "prefill-1"));
+    recorder.add(&answered(0, 0, CachedCount::Counted(800), "prefill-0"));
+    recorder.add(&answered(1_000, 400, CachedCount::Estimated(300), "prefill-1"));
+    recorder.add(&answered(1_000, 0, CachedCount::Unknown, "prefill-1"));
     recorder.add(&failed(1_200, FailureClass::Status(503), "busy <now> & later"));
     recorder.add(&failed(1_300, FailureClass::Status(503), "another"));
     recorder.add(&failed(1_400, FailureClass::CutStream, "cut"));
@@ -104,7 +104,7 @@ fn balance_includes_workers_without_requests() {
 #[test]
 fn other_lengths_than_expected_are_counted() {
     let mut recorder = Recorder::default();
-    let mut outcome = answered(0, 0, Cached::Unmarked(5), "w");
+    let mut outcome = answered(0, 0, CachedCount::Unmarked(5), "w");
     outcome.expected = Expected { prompt_tokens: Some(999), output_tokens: Some(5) };
     recorder.add(&outcome);
     let tokens = recorder.report("", Vec::new()).tokens;

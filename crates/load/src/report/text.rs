@@ -1,7 +1,7 @@
 //! A report as text for a terminal.
 
 use super::{
-    Report, Summary, Tokens,
+    Report, TimeSummary, Tokens,
     format::{counted, decimal, percent, whole},
 };
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
@@ -56,7 +56,7 @@ pub fn comparison(reports: &[Report]) -> String {
         "computed max/mean",
         "output max/mean",
     ];
-    let ms = |summary: &Option<Summary>, of: fn(&Summary) -> f64| {
+    let ms = |summary: &Option<TimeSummary>, of: fn(&TimeSummary) -> f64| {
         summary.as_ref().map(|summary| decimal(of(summary))).unwrap_or_default()
     };
     let mut rows = vec![heads.map(str::to_owned).to_vec()];
@@ -167,7 +167,7 @@ fn cached(tokens: &Tokens) -> Option<String> {
     }
 }
 
-fn times_row(name: &str, summary: &Summary) -> Vec<String> {
+fn times_row(name: &str, summary: &TimeSummary) -> Vec<String> {
     let times = [summary.mean_ms, summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms];
     [name.to_owned()].into_iter().chain(times.map(decimal)).collect()
 }

@@ -1,6 +1,6 @@
 //! What happened when: the course of a run, in at most [`BINS_MAX`] bins of equal length.
 
-use super::outcome::Outcome;
+use super::outcome::RequestOutcome;
 use serde::Serialize;
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ impl Default for Timeline {
 }
 
 impl Timeline {
-    pub(super) fn add(&mut self, outcome: &Outcome) {
+    pub(super) fn add(&mut self, outcome: &RequestOutcome) {
         let ttft_ms = outcome.ttft().map(|ttft| ttft.as_secs_f64() * 1e3);
         let answer = outcome.result.as_ref().ok();
         let due = self.at(outcome.due);
@@ -133,21 +133,21 @@ fn seconds<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::outcome::{Answer, Cached, Expected, Failure, FailureClass, Gap};
+    use crate::report::outcome::{CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer};
 
-    fn outcome(due_ms: u64, result: Result<Answer, Failure>) -> Outcome {
+    fn outcome(due_ms: u64, result: Result<MeasuredAnswer, Failure>) -> RequestOutcome {
         let due = Duration::from_millis(due_ms);
-        Outcome { due, sent: due, ended: due + Duration::from_millis(600), expected: Expected::default(), result }
+        RequestOutcome { due, sent: due, ended: due + Duration::from_millis(600), expected: Expected::default(), result }
     }
 
-    fn answer(due_ms: u64) -> Answer {
-        Answer {
+    fn answer(due_ms: u64) -> MeasuredAnswer {
+        MeasuredAnswer {
             first_token: Some(Duration::from_millis(due_ms + 100)),
             gaps: vec![Gap { length: Duration::from_millis(50), count: 4 }, Gap { length: Duration::from_millis(200), count: 1 }],
             prompt_tokens: Some(100),
             output_tokens: 6,
-            cached: Cached::Counted(60),
-            ..Answer::default()
+            cached: CachedCount::Counted(60),
+            ..MeasuredAnswer::default()
         }
     }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// The lengths of a request, and the ids of the blocks of its prompt. Prompts share text where they share ids.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub struct Blocks {
+pub struct TraceBlocks {
     /// The tokens of the prompt.
     pub input_length: u64,
     /// The tokens of the answer.
@@ -15,7 +15,7 @@ pub struct Blocks {
     pub hash_ids: Vec<u64>,
 }
 
-impl Blocks {
+impl TraceBlocks {
     pub(super) fn parse(value: Value, block_tokens: u64) -> Result<Self, Problem> {
         for field in ["input_length", "output_length", "hash_ids"] {
             if value.get(field).is_none() {

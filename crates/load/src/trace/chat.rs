@@ -5,12 +5,12 @@ use serde_json::{Map, Value};
 
 /// A chat request.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Chat {
+pub struct ChatRow {
     /// The fields of the body, such as `messages` and `tools`.
     pub body: Map<String, Value>,
 }
 
-impl Chat {
+impl ChatRow {
     /// Reads a body, or a line of a file for OpenAI's batches, whose field `body` has it.
     pub(super) fn parse(value: Value) -> Result<Self, Problem> {
         let Value::Object(mut row) = value else { return Err(Problem::Json("the row is not an object".to_owned())) };

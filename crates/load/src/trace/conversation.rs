@@ -5,23 +5,23 @@ use serde_json::{Map, Value, json};
 
 /// A conversation. The answers that the trace has are not sent: each request has the answers that were received.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Conversation {
+pub struct ConversationTrace {
     /// What is sent, in order.
-    pub steps: Vec<Step>,
+    pub steps: Vec<ConversationStep>,
     /// The tools of all requests; `None` if the row has none.
     pub tools: Option<Value>,
 }
 
 /// One request of a conversation.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Step {
+pub struct ConversationStep {
     /// The messages that follow the former answer.
     pub messages: Vec<Value>,
     /// The answer that the trace has, whose length limits that of the real answer; `None` if it has none.
     pub answer: Option<String>,
 }
 
-impl Conversation {
+impl ConversationTrace {
     /// Reads `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. Answers without a message before
     /// them, which some recordings begin with, are skipped.
     pub(super) fn parse(value: Value) -> Result<Self, Problem> {
@@ -39,11 +39,11 @@ impl Conversation {
                 pending.push(message);
             } else if pending.iter().any(|message: &Value| message["role"] != "system") {
                 let answer = message["content"].as_str().map(str::to_owned);
-                steps.push(Step { messages: std::mem::take(&mut pending), answer });
+                steps.push(ConversationStep { messages: std::mem::take(&mut pending), answer });
             }
         }
         if pending.iter().any(|message| message["role"] != "system") {
-            steps.push(Step { messages: pending, answer: None });
+            steps.push(ConversationStep { messages: pending, answer: None });
         }
         if steps.is_empty() {
             return Err(Problem::Nothing);

@@ -8,9 +8,9 @@ mod rows;
 #[cfg(test)]
 mod tests;
 
-pub use blocks::Blocks;
-pub use chat::Chat;
-pub use conversation::{Conversation, Step};
+pub use blocks::TraceBlocks;
+pub use chat::ChatRow;
+pub use conversation::{ConversationStep, ConversationTrace};
 
 use serde_json::Value;
 use std::{
@@ -77,11 +77,11 @@ pub struct Row {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Load {
     /// A request with a prompt that is made of the row's blocks.
-    Blocks(Blocks),
+    Blocks(TraceBlocks),
     /// A chat request.
-    Chat(Chat),
+    Chat(ChatRow),
     /// Chat requests, one after the other.
-    Conversation(Conversation),
+    Conversation(ConversationTrace),
 }
 
 /// Why a trace cannot be used.
@@ -242,9 +242,9 @@ impl Trace {
     fn parse(&self, value: Value) -> Result<(Option<Duration>, Load), Problem> {
         let at = time(&value)?;
         let load = match self.format {
-            Format::Mooncake => Load::Blocks(Blocks::parse(value, self.settings.block_tokens)?),
-            Format::Chat => Load::Chat(Chat::parse(value)?),
-            Format::Conversations => Load::Conversation(Conversation::parse(value)?),
+            Format::Mooncake => Load::Blocks(TraceBlocks::parse(value, self.settings.block_tokens)?),
+            Format::Chat => Load::Chat(ChatRow::parse(value)?),
+            Format::Conversations => Load::Conversation(ConversationTrace::parse(value)?),
         };
         Ok((at, load))
     }

@@ -15,10 +15,10 @@ use std::{
 };
 
 /// Takes a row, or returns what is wrong with it.
-type Each<'a> = dyn FnMut(Value) -> Result<ControlFlow<()>, Problem> + 'a;
+type EachRow<'a> = dyn FnMut(Value) -> Result<ControlFlow<()>, Problem> + 'a;
 
 /// Reads the rows of a file until `each` breaks. Empty lines are skipped.
-pub(super) fn read(path: &Path, each: &mut Each<'_>) -> Result<(), TraceError> {
+pub(super) fn read(path: &Path, each: &mut EachRow<'_>) -> Result<(), TraceError> {
     let mut file = open(path)?;
     if starts_array(&mut file).map_err(|source| unreadable(path, source))? {
         return read_array(path, file, each);
@@ -70,14 +70,14 @@ fn on_line(error: &serde_json::Error) -> Problem {
     })
 }
 
-fn read_array(path: &Path, file: BufReader<File>, each: &mut Each<'_>) -> Result<(), TraceError> {
-    let mut array = Array { each, end: None };
+fn read_array(path: &Path, file: BufReader<File>, each: &mut EachRow<'_>) -> Result<(), TraceError> {
+    let mut array = RowArray { each, end: None };
     let mut json = serde_json::Deserializer::from_reader(file);
     let read = json.deserialize_seq(&mut array).and_then(|()| json.end());
     let Err(error) = read else { return Ok(()) };
     let problem = match array.end {
-        Some(End::Broken) => return Ok(()),
-        Some(End::Wrong(problem)) => problem,
+        Some(RowsEnd::Broken) => return Ok(()),
+        Some(RowsEnd::Wrong(problem)) => problem,
         None if error.is_io() => return Err(unreadable(path, error.into())),
         None => on_line(&error),
     };
@@ -85,18 +85,18 @@ fn read_array(path: &Path, file: BufReader<File>, each: &mut Each<'_>) -> Result
 }
 
 /// Passes the values of an array on, one at a time, instead of collecting them.
-struct Array<'a, 'b> {
-    each: &'a mut Each<'b>,
-    end: Option<End>,
+struct RowArray<'a, 'b> {
+    each: &'a mut EachRow<'b>,
+    end: Option<RowsEnd>,
 }
 
 /// Why the array was not read to its end.
-enum End {
+enum RowsEnd {
     Broken,
     Wrong(Problem),
 }
 
-impl<'de> Visitor<'de> for &mut Array<'_, '_> {
+impl<'de> Visitor<'de> for &mut RowArray<'_, '_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -109,15 +109,15 @@ impl<'de> Visitor<'de> for &mut Array<'_, '_> {
     }
 }
 
-impl<'de> DeserializeSeed<'de> for &mut Array<'_, '_> {
+impl<'de> DeserializeSeed<'de> for &mut RowArray<'_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
         let row = <Value as serde::Deserialize>::deserialize(deserializer)?;
         let end = match (self.each)(row) {
             Ok(ControlFlow::Continue(())) => return Ok(()),
-            Ok(ControlFlow::Break(())) => End::Broken,
-            Err(problem) => End::Wrong(problem),
+            Ok(ControlFlow::Break(())) => RowsEnd::Broken,
+            Err(problem) => RowsEnd::Wrong(problem),
         };
         self.end = Some(end);
         // The only way to leave an array is an error. Its text is not used.

@@ -40,7 +40,7 @@ fn mooncake_rows_have_times_from_the_first_one() {
     assert_eq!((trace.format(), trace.requests, trace.timed), (Format::Mooncake, 3, true));
     assert_eq!(trace.length, Duration::from_micros(250_500));
     assert_eq!(rows[0].at, Some(Duration::ZERO));
-    assert_eq!(rows[0].load, Load::Blocks(Blocks { input_length: 513, output_length: 5, hash_ids: vec![0, 7] }));
+    assert_eq!(rows[0].load, Load::Blocks(TraceBlocks { input_length: 513, output_length: 5, hash_ids: vec![0, 7] }));
     assert_eq!((rows[1].index, rows[1].at), (1, Some(Duration::from_micros(250_500))));
 }
 
@@ -87,12 +87,12 @@ fn conversations_of_vllm_and_of_sharegpt_have_the_same_steps() {
         {"from": "gpt", "value": "1"}, {"from": "gpt", "value": "again"}, {"from": "human", "value": "two"}]}]"#;
     let message = |role: &str, content: &str| json!({ "role": role, "content": content });
     let steps = vec![
-        Step { messages: vec![message("system", "s"), message("user", "one")], answer: Some("1".to_owned()) },
-        Step { messages: vec![message("user", "two")], answer: None },
+        ConversationStep { messages: vec![message("system", "s"), message("user", "one")], answer: Some("1".to_owned()) },
+        ConversationStep { messages: vec![message("user", "two")], answer: None },
     ];
     for text in [vllm, sharegpt] {
         let found = rows(text);
-        assert_eq!(found[0].load, Load::Conversation(Conversation { steps: steps.clone(), tools: None }), "{text}");
+        assert_eq!(found[0].load, Load::Conversation(ConversationTrace { steps: steps.clone(), tools: None }), "{text}");
     }
     let (trace, _) = open(sharegpt, TraceSettings::default()).expect("the trace is valid");
     assert_eq!((trace.requests, trace.timed, trace.format()), (2, false, Format::Conversations));

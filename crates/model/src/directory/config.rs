@@ -9,7 +9,7 @@ use crate::{
 use serde::{Deserialize, de::IgnoredAny};
 
 #[derive(Deserialize)]
-struct Config {
+struct RawConfig {
     model_type: String,
     hidden_size: usize,
     num_hidden_layers: usize,
@@ -57,7 +57,7 @@ fn wrong(key: &str, wanted: &'static str) -> ModelError {
 /// Reads and checks the configuration. `tied_by_absence` says that the weight files have no output head. If `config.json` does not say
 /// whether the head uses the embedding's weights, `tied_by_absence` decides.
 pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, ModelError> {
-    let config: Config = json(CONFIG, bytes)?;
+    let config: RawConfig = json(CONFIG, bytes)?;
     let family = Family::of(&config.model_type)?;
     if config.quantization_config.is_some() {
         return Err(wrong("quantization_config", "absent (quantised safetensors are not supported)"));

@@ -107,12 +107,12 @@ fn read(path: &Path) -> Result<Vec<u8>, EtcdError> {
 }
 
 #[derive(Debug)]
-pub(super) struct Connector {
+pub(super) struct EtcdConnector {
     pub(super) settings: EtcdSettings,
     next: usize,
 }
 
-impl Connector {
+impl EtcdConnector {
     /// Returns a connector that starts with a random endpoint, so that the processes of a cluster spread over all endpoints.
     pub(super) fn new(settings: EtcdSettings) -> Self {
         Self { settings, next: RandomState::new().hash_one(0) as usize % 1_024 }

@@ -15,12 +15,12 @@ use tandem_proto::channel::{self, InvalidAddress};
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct WatchedAddresses {
     path: PathBuf,
     file: WatchedFile,
 }
 
-impl Watched {
+impl WatchedAddresses {
     pub(super) fn open(path: PathBuf) -> Result<(BTreeSet<String>, Self), DiscoveryError> {
         let (text, file) = WatchedFile::open(path.clone(), FILE_BYTES_MAX).map_err(|error| unreadable(&path, &error))?;
         Ok((parsed(&text)?, Self { path, file }))

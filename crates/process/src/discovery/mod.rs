@@ -63,14 +63,14 @@ impl MemberSource {
     /// Fails if the list or file cannot be used.
     pub fn open(self, metrics: &Metrics) -> Result<Members, DiscoveryError> {
         let (now, source) = match self {
-            Self::List(list) => (list::checked(list.into_iter())?, Source::List),
+            Self::List(list) => (list::checked(list.into_iter())?, AddressSource::List),
             Self::File(path) => {
-                let (now, file) = list::Watched::open(path)?;
-                (now, Source::File(file))
+                let (now, file) = list::WatchedAddresses::open(path)?;
+                (now, AddressSource::File(file))
             }
             Self::Etcd(settings, roles) => {
                 let (addresses, task) = watch::watch(settings, roles, metrics);
-                (BTreeSet::new(), Source::Etcd { addresses, _task: task })
+                (BTreeSet::new(), AddressSource::Etcd { addresses, _task: task })
             }
         };
         Ok(Members { now, source })
@@ -81,13 +81,13 @@ impl MemberSource {
 #[derive(Debug)]
 pub struct Members {
     now: BTreeSet<String>,
-    source: Source,
+    source: AddressSource,
 }
 
 #[derive(Debug)]
-enum Source {
+enum AddressSource {
     List,
-    File(list::Watched),
+    File(list::WatchedAddresses),
     Etcd { addresses: Receiver<BTreeSet<String>>, _task: JoinSet<()> },
 }
 
@@ -100,15 +100,15 @@ impl Members {
     /// Whether the removal of an address is only advisory. A process that is deregistered from etcd may still be running, because etcd may
     /// have lost its data or its connection to the process. A removal from an operator's list or file is an order.
     pub fn are_advisory(&self) -> bool {
-        matches!(self.source, Source::Etcd { .. })
+        matches!(self.source, AddressSource::Etcd { .. })
     }
 
     /// Resolves when the addresses have changed. It never resolves for a static list. This method is cancel-safe.
     pub async fn changed(&mut self) {
         self.now = match &mut self.source {
-            Source::List => std::future::pending().await,
-            Source::File(file) => file.changed(&self.now).await,
-            Source::Etcd { addresses, .. } => {
+            AddressSource::List => std::future::pending().await,
+            AddressSource::File(file) => file.changed(&self.now).await,
+            AddressSource::Etcd { addresses, .. } => {
                 addresses.changed().await.expect("the task keeps the sender until it is dropped");
                 addresses.borrow_and_update().clone()
             }

@@ -2,7 +2,7 @@
 //! deregisters.
 
 use super::{
-    etcd::{self, Connector, EtcdError, EtcdSettings, in_time},
+    etcd::{self, EtcdConnector, EtcdError, EtcdSettings, in_time},
     record::MemberRecord,
     watch::connected_gauge,
 };
@@ -20,7 +20,7 @@ pub async fn register(settings: EtcdSettings, record: MemberRecord, metrics: &Me
         &[],
     );
     let connected = connected_gauge(metrics, "registration");
-    let mut registrar = Registrar { connector: Connector::new(settings), record, connected, again, held: None };
+    let mut registrar = Registrar { connector: EtcdConnector::new(settings), record, connected, again, held: None };
     let mut backoff = Backoff::new(etcd::PAUSE_MIN, etcd::PAUSE_MAX);
     loop {
         let error = tokio::select! {
@@ -41,7 +41,7 @@ pub async fn register(settings: EtcdSettings, record: MemberRecord, metrics: &Me
 }
 
 struct Registrar {
-    connector: Connector,
+    connector: EtcdConnector,
     record: MemberRecord,
     connected: Gauge,
     again: Counter,

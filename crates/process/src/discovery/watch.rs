@@ -7,7 +7,7 @@
 
 use super::{
     ADDRESSES_MAX,
-    etcd::{self, Connector, EtcdError, EtcdSettings, in_time},
+    etcd::{self, EtcdConnector, EtcdError, EtcdSettings, in_time},
     record::{self, MemberRecord, Role},
 };
 use crate::{Backoff, Metrics, retry::error_chain, supervise};
@@ -34,8 +34,8 @@ pub(super) fn watch(
     let (members, addresses) = watch::channel(BTreeSet::new());
     let connected = connected_gauge(metrics, "members");
     let start = move || {
-        let watcher = Watcher {
-            connector: Connector::new(settings.clone()),
+        let watcher = MemberWatcher {
+            connector: EtcdConnector::new(settings.clone()),
             roles: roles.clone(),
             connected: connected.clone(),
             registered: BTreeMap::new(),
@@ -57,8 +57,8 @@ pub(super) fn connected_gauge(metrics: &Metrics, purpose: &'static str) -> Gauge
     connected
 }
 
-struct Watcher {
-    connector: Connector,
+struct MemberWatcher {
+    connector: EtcdConnector,
     roles: Vec<Role>,
     connected: Gauge,
     registered: BTreeMap<String, Option<String>>,
@@ -66,7 +66,7 @@ struct Watcher {
     members: watch::Sender<BTreeSet<String>>,
 }
 
-impl Watcher {
+impl MemberWatcher {
     async fn run(mut self) -> Infallible {
         let mut backoff = Backoff::new(etcd::PAUSE_MIN, etcd::PAUSE_MAX);
         loop {
@@ -188,7 +188,7 @@ fn bounded(now: BTreeSet<String>, in_use: &BTreeSet<String>) -> BTreeSet<String>
 mod tests {
     use super::*;
 
-    fn watcher() -> Watcher {
+    fn watcher() -> MemberWatcher {
         let settings = EtcdSettings {
             endpoints: vec!["etcd:1".to_owned()],
             user: None,
@@ -197,8 +197,8 @@ mod tests {
             key: Default::default(),
             lease_ttl: std::time::Duration::from_secs(1),
         };
-        Watcher {
-            connector: Connector::new(settings),
+        MemberWatcher {
+            connector: EtcdConnector::new(settings),
             roles: vec![Role::DecodeWorker],
             connected: connected_gauge(&Metrics::default(), "members"),
             registered: BTreeMap::new(),
@@ -207,7 +207,7 @@ mod tests {
         }
     }
 
-    fn put(watcher: &mut Watcher, instance: &str, value: &str) {
+    fn put(watcher: &mut MemberWatcher, instance: &str, value: &str) {
         watcher.put(format!("/tandem/c/decode-worker/{instance}").as_bytes(), value.as_bytes());
     }
 

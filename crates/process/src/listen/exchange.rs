@@ -29,12 +29,12 @@ impl Exchange {
 }
 
 /// A body that calls `ended` when it ends or is dropped.
-pub(super) struct Watched<F: FnMut()> {
+pub(super) struct WatchedBody<F: FnMut()> {
     body: Body,
     ended: F,
 }
 
-impl<F: FnMut()> Watched<F> {
+impl<F: FnMut()> WatchedBody<F> {
     pub(super) fn new<B>(body: B, ended: F) -> Self
     where
         B: HttpBody<Data = Bytes> + Send + 'static,
@@ -44,7 +44,7 @@ impl<F: FnMut()> Watched<F> {
     }
 }
 
-impl<F: FnMut() + Unpin> HttpBody for Watched<F> {
+impl<F: FnMut() + Unpin> HttpBody for WatchedBody<F> {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -66,7 +66,7 @@ impl<F: FnMut() + Unpin> HttpBody for Watched<F> {
     }
 }
 
-impl<F: FnMut()> Drop for Watched<F> {
+impl<F: FnMut()> Drop for WatchedBody<F> {
     fn drop(&mut self) {
         (self.ended)();
     }

@@ -19,7 +19,7 @@ pub struct PeerAddress(
 /// The unit whose connections are counted together: an IPv4 address, or the /64 network of an IPv6 address, because one host may use
 /// all addresses of such a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Peer(
+pub struct ClientNetwork(
     /// The address, or the first address of the /64 network.
     pub IpAddr,
 );
@@ -31,7 +31,7 @@ pub struct ConnectionLimits {
     per_peer_max: usize,
     /// Peers to which `per_peer_max` does not apply, because they forward the requests of many clients.
     proxies: Vec<IpNet>,
-    open: Mutex<Counts<Peer>>,
+    open: Mutex<Counts<ClientNetwork>>,
     /// The JSON body of the 503 response on a refused connection.
     pub(super) refusal: String,
     metrics: ConnectionMetrics,
@@ -52,7 +52,7 @@ pub(super) struct ConnectionPermit {
     pub(super) address: Option<PeerAddress>,
 }
 
-impl From<IpAddr> for Peer {
+impl From<IpAddr> for ClientNetwork {
     fn from(address: IpAddr) -> Self {
         const NETWORK_BITS: u32 = 64;
         Self(match address.to_canonical() {
@@ -77,7 +77,7 @@ impl ConnectionLimits {
     /// Returns a permit for a connection from this address, or `None` if a limit is reached. `address` is `None` for a connection in
     /// memory, which has no address.
     pub(super) fn acquire(self: &Arc<Self>, address: Option<IpAddr>) -> Option<ConnectionPermit> {
-        let peer = address.map(Peer::from);
+        let peer = address.map(ClientNetwork::from);
         let bounded = self.per_peer_max > 0 && !address.is_some_and(|address| contains(&self.proxies, address));
         let mut open = self.open.lock();
         let of_peer = peer.map_or(0, |peer| open.of(&peer));
@@ -94,7 +94,7 @@ impl ConnectionLimits {
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.limits.metrics.open.decrement(1.0);
-        let peer = self.address.map(|PeerAddress(address)| Peer::from(address));
+        let peer = self.address.map(|PeerAddress(address)| ClientNetwork::from(address));
         self.limits.open.lock().remove(peer.as_ref(), 1);
     }
 }

@@ -11,7 +11,7 @@ mod timed;
 mod tls;
 
 pub use hosts::Hosts;
-pub use limits::{ConnectionLimits, ConnectionMetrics, Peer, PeerAddress, contains};
+pub use limits::{ClientNetwork, ConnectionLimits, ConnectionMetrics, PeerAddress, contains};
 pub use timed::Drain;
 pub use tls::{Tls, TlsFiles, TlsFilesError};
 
@@ -21,7 +21,7 @@ use axum::{
     http::{HeaderValue, header},
     response::Response,
 };
-use exchange::{Exchange, Watched};
+use exchange::{Exchange, WatchedBody};
 use hyper::{
     Request,
     body::Incoming,
@@ -168,7 +168,7 @@ impl Serving {
                     // hyper closes the connection after this answer.
                     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
                 }
-                let body = |body| Watched::new(body, move || answered.end());
+                let body = |body| WatchedBody::new(body, move || answered.end());
                 Ok::<_, Infallible>(response.map(body))
             }
         });

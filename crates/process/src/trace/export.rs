@@ -35,20 +35,20 @@ pub struct TraceError {
     cause: Option<ExporterBuildError>,
 }
 
-enum Item {
+enum ExportItem {
     Span(Box<SpanData>),
     Flush(oneshot::Sender<()>),
 }
 
 /// Queues ended spans without waiting; spans beyond its capacity are lost.
 #[derive(Clone, Debug)]
-pub(super) struct Queue {
-    items: mpsc::Sender<Item>,
+pub(super) struct SpanQueue {
+    items: mpsc::Sender<ExportItem>,
     lost: Counter,
 }
 
 struct Exporter {
-    items: mpsc::Receiver<Item>,
+    items: mpsc::Receiver<ExportItem>,
     exporter: SpanExporter,
     sent: Counter,
     lost: Counter,
@@ -59,7 +59,7 @@ pub(super) fn start(
     endpoint: &str,
     resource: &Resource,
     metrics: &Metrics,
-) -> Result<(Queue, impl Future<Output = ()> + Send + use<>), TraceError> {
+) -> Result<(SpanQueue, impl Future<Output = ()> + Send + use<>), TraceError> {
     let unusable = |cause| TraceError { endpoint: endpoint.to_owned(), cause };
     let is_secure = endpoint.starts_with("https://");
     if !is_secure && !endpoint.starts_with("http://") {
@@ -74,26 +74,26 @@ pub(super) fn start(
     let spans = |result| metrics.counter("tandem_trace_spans_total", "Ended spans, by result.", &[("result", result)]);
     let (sender, items) = mpsc::channel(QUEUE_MAX);
     let (sent, lost) = (spans("sent"), spans("lost"));
-    let queue = Queue { items: sender, lost: lost.clone() };
+    let queue = SpanQueue { items: sender, lost: lost.clone() };
     Ok((queue, Exporter { items, exporter, sent, lost, is_healthy: true }.run()))
 }
 
-impl Queue {
+impl SpanQueue {
     /// Resolves when all spans that have ended are sent or lost.
     pub(super) async fn flush(&self) {
         let (done, is_done) = oneshot::channel();
-        if self.items.send(Item::Flush(done)).await.is_ok() {
+        if self.items.send(ExportItem::Flush(done)).await.is_ok() {
             is_done.await.ok();
         }
     }
 }
 
-impl SpanProcessor for Queue {
+impl SpanProcessor for SpanQueue {
     fn on_start(&self, _: &mut Span, _: &Context) {}
 
     fn on_end(&self, span: SpanData) {
         log(&span);
-        if self.items.try_send(Item::Span(Box::new(span))).is_err() {
+        if self.items.try_send(ExportItem::Span(Box::new(span))).is_err() {
             self.lost.increment(1);
         }
     }
@@ -132,7 +132,7 @@ impl Exporter {
             let (mut flushed, mut ended) = (None, false);
             tokio::select! {
                 item = self.items.recv() => match item {
-                    Some(Item::Span(span)) => {
+                    Some(ExportItem::Span(span)) => {
                         if batch.is_empty() {
                             due = Instant::now() + BATCH_WAIT;
                         }
@@ -141,7 +141,7 @@ impl Exporter {
                             continue;
                         }
                     }
-                    Some(Item::Flush(done)) => flushed = Some(done),
+                    Some(ExportItem::Flush(done)) => flushed = Some(done),
                     None => ended = true,
                 },
                 () = sleep_until(due), if !batch.is_empty() => {}

@@ -1,6 +1,6 @@
 //! How many prompt tokens a step computes next to running answers, as in the engine (docs/adr/045-time-between-tokens.md).
 
-use super::Engine;
+use super::SimulatedEngine;
 
 /// The least number of prompt tokens of a step, as in the engine.
 const PREFILL_TOKENS_MIN: u64 = 16;
@@ -11,7 +11,7 @@ const ITL_STEPS: f64 = 16.0;
 /// The weight of the latest step in the mean share of prompts, as in the engine.
 const SHARE_WEIGHT: f64 = 0.05;
 
-impl Engine {
+impl SimulatedEngine {
     /// Returns how many prompt tokens a step computes that also continues `decoding` sequences, as in the engine.
     pub(super) fn prompt_budget(&self, decoding: u64) -> u64 {
         let (device, decode) = (&self.device, self.decode_seconds(decoding));

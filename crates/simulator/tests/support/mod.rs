@@ -9,7 +9,7 @@ use tandem_load::{
     report::{Recorder, Slo},
     trace::{Load, Trace, TraceSettings},
 };
-use tandem_simulator::{Cluster, Request, simulate};
+use tandem_simulator::{SimulatedCluster, SimulatedRequest, simulate};
 
 /// The figures of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,7 +49,7 @@ impl Lcg {
 }
 
 /// Simulates the requests, all of which must be answered.
-pub fn figures(cluster: &Cluster, requests: &[Request]) -> Figures {
+pub fn figures(cluster: &SimulatedCluster, requests: &[SimulatedRequest]) -> Figures {
     let mut recorder = Recorder::new(Slo::default());
     let totals = simulate(cluster, requests.iter().cloned(), &mut |outcome| {
         recorder.add(outcome);
@@ -75,7 +75,7 @@ pub fn figures(cluster: &Cluster, requests: &[Request]) -> Figures {
 
 /// Returns the first recorded requests, which arrive `faster` times as fast as recorded and whose answers are `answers` times as long;
 /// `None` without the recording, which is not part of the repository. The variable `TANDEM_TRACE` names its file.
-pub fn recorded(count: u64, faster: f64, answers: u64) -> Option<Vec<Request>> {
+pub fn recorded(count: u64, faster: f64, answers: u64) -> Option<Vec<SimulatedRequest>> {
     let Some(path) = std::env::var_os("TANDEM_TRACE") else {
         writeln!(std::io::stderr(), "SKIPPED: TANDEM_TRACE names no recorded trace").expect("stderr is writable");
         return None;
@@ -85,8 +85,8 @@ pub fn recorded(count: u64, faster: f64, answers: u64) -> Option<Vec<Request>> {
     let mut requests = Vec::new();
     let read = trace.read(&mut |row| {
         let Load::Blocks(blocks) = row.load else { panic!("TANDEM_TRACE names a Mooncake trace") };
-        let request = Request::of(row.at.expect("the trace has times").div_f64(faster), blocks, settings.block_tokens);
-        requests.push(Request { answer_tokens: request.answer_tokens * answers, ..request });
+        let request = SimulatedRequest::of(row.at.expect("the trace has times").div_f64(faster), blocks, settings.block_tokens);
+        requests.push(SimulatedRequest { answer_tokens: request.answer_tokens * answers, ..request });
         ControlFlow::Continue(())
     });
     read.expect("the trace was checked");
@@ -94,15 +94,15 @@ pub fn recorded(count: u64, faster: f64, answers: u64) -> Option<Vec<Request>> {
 }
 
 /// Returns requests in random order: `questions` questions about each of `count` documents of `blocks` blocks of 64 tokens.
-pub fn documents(count: u64, blocks: u64, questions: u64, seed: u64) -> Vec<Request> {
-    let of = |document: u64| Request {
+pub fn documents(count: u64, blocks: u64, questions: u64, seed: u64) -> Vec<SimulatedRequest> {
+    let of = |document: u64| SimulatedRequest {
         at: Duration::ZERO,
         prompt_tokens: (blocks as u32 + 1) * 64 - 1,
         blocks: (0..blocks).map(|block| document << 16 | block).collect(),
         answer_tokens: 1,
         max_tokens: 0,
     };
-    let mut requests: Vec<Request> = (0..count * questions).map(|number| of(number / questions)).collect();
+    let mut requests: Vec<SimulatedRequest> = (0..count * questions).map(|number| of(number / questions)).collect();
     Lcg(seed).shuffle(&mut requests);
     requests
 }

@@ -3,7 +3,7 @@
 
 use super::Lcg;
 use std::time::Duration;
-use tandem_simulator::Request;
+use tandem_simulator::SimulatedRequest;
 
 /// The tokens of a block.
 const BLOCK_TOKENS: u64 = 512;
@@ -42,7 +42,7 @@ impl Lcg {
 
 /// Returns the first `count` requests of conversations that begin at random times, `faster` times as many in a second as in the recording.
 /// Answers are `answers` times as long as there. All prompts have their first block in common.
-pub fn conversations(count: usize, faster: f64, answers: f64, seed: u64) -> Vec<Request> {
+pub fn conversations(count: usize, faster: f64, answers: f64, seed: u64) -> Vec<SimulatedRequest> {
     let mut random = Lcg(seed);
     let (mut prompts, mut began, mut next_id) = (Vec::new(), 0.0, 1_u64);
     let mut add = |blocks: &mut Vec<u64>, count: f64| {
@@ -56,7 +56,7 @@ pub fn conversations(count: usize, faster: f64, answers: f64, seed: u64) -> Vec<
         add(&mut history, random.log_normal(FIRST_BLOCKS));
         loop {
             let answer_tokens = (random.log_normal(ANSWER_TOKENS) * answers).ceil() as u64;
-            prompts.push(Request {
+            prompts.push(SimulatedRequest {
                 at: Duration::from_secs_f64(at),
                 // The prompt ends with an incomplete block.
                 prompt_tokens: (history.len() as u64 * BLOCK_TOKENS + BLOCK_TOKENS / 2) as u32,

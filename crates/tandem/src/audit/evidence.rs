@@ -1,7 +1,7 @@
 //! Reads the evidence of an audit from files, and the metrics of running processes.
 
-use super::Samples;
-use crate::server::{Server, ServerAddress};
+use super::MetricSamples;
+use crate::server::{HttpServer, ServerAddress};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{
@@ -18,7 +18,7 @@ pub struct Evidence {
     /// The lines of all workers' ledgers.
     pub ledger: Vec<LedgerLine>,
     /// The metrics of all processes.
-    pub metrics: Samples,
+    pub metrics: MetricSamples,
     /// The workers that were killed, so that their last counters and ledger lines are lost.
     pub lost_workers: BTreeSet<String>,
     /// True if a frontend was killed, so that its counters are missing in the sums.
@@ -50,7 +50,7 @@ pub struct ReportedUsage {
     pub cached_tokens: u64,
     /// The answer's `tandem.cached_tokens_source`. An answer to several prompts names the least certain source of all prompts.
     #[serde(default)]
-    pub source: Source,
+    pub source: CountSource,
 }
 
 fn one() -> usize {
@@ -60,7 +60,7 @@ fn one() -> usize {
 /// The source of an answer's number of cached tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Source {
+pub enum CountSource {
     /// A worker has counted the tokens.
     #[default]
     Worker,
@@ -85,7 +85,7 @@ pub enum EvidenceError {
 /// # Errors
 /// Fails if a file cannot be read, or if a line of it is invalid.
 pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Result<Evidence, EvidenceError> {
-    let mut samples = Samples::default();
+    let mut samples = MetricSamples::default();
     for path in metrics {
         samples.add(&text(path)?);
     }
@@ -102,7 +102,7 @@ pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Resu
 /// No process answers at the address, or it has no metrics.
 pub fn metrics_of(server: ServerAddress) -> anyhow::Result<String> {
     const WANTED: &str = "`tandem audit check` reads /metrics of frontends, and of other processes at their --admin-listen";
-    let server = Server::new(server);
+    let server = HttpServer::new(server);
     let reply = server.get("/metrics").map_err(|error| server.no_reply(error, WANTED))?;
     ensure!(
         reply.status == 200,

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 /// The last samples of the metrics of all processes. A process that was restarted has one file of samples for each run.
 #[derive(Clone, Debug, Default)]
-pub struct Samples(Vec<(String, String, f64)>);
+pub struct MetricSamples(Vec<(String, String, f64)>);
 
-impl Samples {
+impl MetricSamples {
     /// Adds the samples in one file.
     pub fn add(&mut self, text: &str) {
         for line in text.lines().filter(|line| !line.starts_with('#')) {

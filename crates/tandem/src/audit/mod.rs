@@ -11,9 +11,9 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-pub use evidence::{ClientLine, Evidence, EvidenceError, ReportedUsage, Source, metrics_of, read};
-pub use metrics::Samples;
-pub use report::{Report, report};
+pub use evidence::{ClientLine, CountSource, Evidence, EvidenceError, ReportedUsage, metrics_of, read};
+pub use metrics::MetricSamples;
+pub use report::{UsageReport, report};
 
 use std::collections::{BTreeMap, BTreeSet};
 use tandem_frontend::AuditResult;
@@ -190,7 +190,7 @@ pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
     let usages = || evidence.client.iter().filter_map(|line| line.usage.as_ref());
     let checked = Checked {
         answers: usages().count(),
-        estimates: usages().filter(|usage| usage.source != Source::Worker).count(),
+        estimates: usages().filter(|usage| usage.source != CountSource::Worker).count(),
         attempts: prompts.values().map(BTreeMap::len).sum(),
         workers: evidence.metrics.values("tandem_worker_kv_capacity_blocks", "worker").len(),
         unverified,
@@ -312,7 +312,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
         sums.prompts.add(true, usage.prompts as u64);
         sums.prompt_tokens.add(true, usage.prompt_tokens);
         sums.cached_tokens.add(true, usage.cached_tokens);
-        if usage.source == Source::Worker {
+        if usage.source == CountSource::Worker {
             sums.by_workers.add(true, usage.cached_tokens);
         } else if usage.prompts > 1 {
             // Workers may have counted some of the answer's prompts.
@@ -339,7 +339,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
         };
         compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
         // The answer states that its number is an estimate, so the number may differ from the workers' counts.
-        if usage.source == Source::Worker {
+        if usage.source == CountSource::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }
     }

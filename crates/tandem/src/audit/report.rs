@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use tandem_worker::LedgerLine;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-struct Key {
+struct SumKey {
     /// The day in UTC on which the prompt started; `-` if the ledger line has no time.
     day: String,
     /// The account; `-` if the request had none.
@@ -31,8 +31,8 @@ struct Sum {
 
 /// The sums over all ledgers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
-    sums: BTreeMap<Key, Sum>,
+pub struct UsageReport {
+    sums: BTreeMap<SumKey, Sum>,
     /// The number of prompts that are not summed, because the ledger lacks the outcome of an attempt or the counts of the winning attempt.
     unsettled: usize,
 }
@@ -52,7 +52,7 @@ pub struct Contradiction {
 ///
 /// # Errors
 /// Fails if lines of the ledger contradict each other.
-pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
+pub fn report(ledger: &[LedgerLine]) -> Result<UsageReport, Contradiction> {
     let mut findings = Vec::new();
     let prompts = attempts(ledger, &mut findings);
     let scheduled: HashMap<(&str, u32), &LedgerLine> = ledger
@@ -62,8 +62,8 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             LedgerLine::Ended { .. } => None,
         })
         .collect();
-    let mut report = Report::default();
-    let mut requests: BTreeMap<Key, BTreeSet<&str>> = BTreeMap::new();
+    let mut report = UsageReport::default();
+    let mut requests: BTreeMap<SumKey, BTreeSet<&str>> = BTreeMap::new();
     for (prompt, attempts) in &prompts {
         let mut uncounted = Vec::new();
         let Some(winner) = winner(prompt, attempts, false, &mut uncounted) else {
@@ -76,7 +76,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             };
             let named = |name: &str| if name.is_empty() { "-".to_owned() } else { name.to_owned() };
             let day = at.map_or("-".to_owned(), day);
-            let key = Key { day, account: named(account), model: named(model) };
+            let key = SumKey { day, account: named(account), model: named(model) };
             requests.entry(key.clone()).or_default().insert(super::request_of(prompt));
             let sum = report.sums.entry(key).or_default();
             sum.prompts += 1;
@@ -102,13 +102,13 @@ fn day(unix_seconds: u64) -> String {
     time.map_or_else(|| "-".to_owned(), |time| time.strftime("%F").to_string())
 }
 
-impl Report {
+impl UsageReport {
     /// Returns the sums as a JSON array of objects.
     pub fn json(&self) -> String {
         #[derive(Serialize)]
         struct Line<'a> {
             #[serde(flatten)]
-            key: &'a Key,
+            key: &'a SumKey,
             #[serde(flatten)]
             sum: &'a Sum,
         }
@@ -232,7 +232,7 @@ mod tests {
             ])),
             "{table}"
         );
-        let note = |report: &Report| report.note().unwrap_or_default();
+        let note = |report: &UsageReport| report.note().unwrap_or_default();
         assert!(note(&report).starts_with("1 prompts are not summed"), "{}", note(&report));
         let mut killed = ledger();
         killed.push(ended("g-0", 1, Outcome::Won));

@@ -21,14 +21,14 @@ fn ended(prompt: &str, attempt: u32, outcome: Outcome) -> LedgerLine {
     LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
 }
 
-fn answered(request: &str, prompts: usize, prompt_tokens: u64, cached_tokens: u64, source: Source) -> ClientLine {
+fn answered(request: &str, prompts: usize, prompt_tokens: u64, cached_tokens: u64, source: CountSource) -> ClientLine {
     ClientLine {
         request_id: Some(request.to_owned()),
         usage: Some(ReportedUsage { prompts, prompt_tokens, cached_tokens, source }),
     }
 }
 
-fn metrics(change: &[(&str, &str)]) -> Samples {
+fn metrics(change: &[(&str, &str)]) -> MetricSamples {
     let mut text = r#"# TYPE tandem_worker_kv_blocks gauge
 tandem_frontend_request_cached_tokens_count 4
 tandem_frontend_request_prompt_tokens_sum 400
@@ -52,7 +52,7 @@ tandem_worker_ledger_lost_total{worker="p0"} 0
         assert!(text.contains(from), "{from}");
         text = text.replace(from, to);
     }
-    let mut samples = Samples::default();
+    let mut samples = MetricSamples::default();
     samples.add(&text);
     samples
 }
@@ -63,10 +63,10 @@ fn agreeing() -> Evidence {
     use Outcome::{Cancelled, Failed, Superseded, Won};
     Evidence {
         client: vec![
-            answered("a", 1, 100, 48, Source::Worker),
-            answered("b", 1, 100, 64, Source::Worker),
-            answered("c", 1, 100, 32, Source::RouterEstimate),
-            answered("e", 1, 100, 16, Source::Worker),
+            answered("a", 1, 100, 48, CountSource::Worker),
+            answered("b", 1, 100, 64, CountSource::Worker),
+            answered("c", 1, 100, 32, CountSource::RouterEstimate),
+            answered("e", 1, 100, 16, CountSource::Worker),
             ClientLine { request_id: None, usage: None },
         ],
         ledger: vec![
@@ -269,7 +269,7 @@ fn errors_in_files_name_file_and_line() {
         &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("the ledger line can be serialized") + "\n"),
     );
     let evidence = read(&client, &ledger, &file("metrics", "x 1\n")).expect("all lines are valid");
-    assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, usage: None }]);
+    assert_eq!(evidence.client, [answered("a", 1, 5, 0, CountSource::Worker), ClientLine { request_id: None, usage: None }]);
     assert_eq!(evidence.ledger, [ended("a-0", 1, Outcome::Won)]);
     assert_eq!(evidence.metrics.sum("x", ""), 1.0);
     let cut = file("cut", "{\"line\":\"ended\",\"request_id\":\"a-0\",\"att\n");

@@ -4,7 +4,7 @@ use super::positive;
 use anyhow::{Context, Result};
 use clap::Args;
 use std::{str::FromStr, time::Duration};
-use tandem_simulator::{Cluster, Faults, Loss, RandomLosses};
+use tandem_simulator::{Faults, Loss, RandomLosses, SimulatedCluster};
 
 /// Workers that are lost or slow.
 #[derive(Args, Debug)]
@@ -48,7 +48,7 @@ impl FaultArgs {
     ///
     /// # Errors
     /// They name a worker that the cluster does not have.
-    pub fn apply(&self, mut cluster: Cluster) -> Result<Cluster> {
+    pub fn apply(&self, mut cluster: SimulatedCluster) -> Result<SimulatedCluster> {
         let names: Vec<String> = cluster.worker_names().collect();
         let number = |flag: &str, name: &str| {
             let found = names.iter().position(|other| other == name);
@@ -68,12 +68,12 @@ impl FaultArgs {
             };
             Ok::<_, anyhow::Error>(RandomLosses { every: time("lose-every", every)?, lasts: time("lost-for", self.lost_for)? })
         });
-        Ok(Cluster { faults: Faults { losses, random: random.transpose()? }, ..cluster })
+        Ok(SimulatedCluster { faults: Faults { losses, random: random.transpose()? }, ..cluster })
     }
 }
 
 /// Returns the names of the workers as ranges.
-fn ranges(cluster: &Cluster) -> String {
+fn ranges(cluster: &SimulatedCluster) -> String {
     let names: Vec<String> = cluster.worker_names().collect();
     let kind = |name: &str| name.split('-').next().unwrap_or_default().to_owned();
     let ranges = names.chunk_by(|one, other| kind(one) == kind(other)).map(|chunk| match chunk {

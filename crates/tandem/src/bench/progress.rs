@@ -2,7 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
-use tandem_load::Progress;
+use tandem_load::ReplayProgress;
 
 /// A bar until it is dropped.
 pub(super) struct Bar(ProgressBar);
@@ -21,7 +21,7 @@ impl Bar {
         Self(bar)
     }
 
-    pub(super) fn show(&self, progress: Progress) {
+    pub(super) fn show(&self, progress: ReplayProgress) {
         self.0.set_position(progress.ended);
         if progress.failed > 0 {
             self.0.set_message(format!(", {} failed", progress.failed));

@@ -27,11 +27,11 @@ pub struct ReplayArgs {
     #[command(flatten)]
     source: SourceArgs,
     #[command(flatten)]
-    server: ServerArgs,
+    server: ReplayServerArgs,
     #[command(flatten)]
     pace: PaceArgs,
     #[command(flatten)]
-    requests: RequestArgs,
+    requests: ReplayRequestArgs,
     #[command(flatten)]
     slo: SloArgs,
     #[command(flatten)]
@@ -66,7 +66,7 @@ struct SourceArgs {
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Server")]
-struct ServerArgs {
+struct ReplayServerArgs {
     /// Address of a server with OpenAI's API, with or without /v1
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     url: String,
@@ -110,7 +110,7 @@ struct PaceArgs {
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Requests")]
-struct RequestArgs {
+struct ReplayRequestArgs {
     /// Maximum length of an answer [default: as in the trace]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     max_tokens: Option<u64>,

@@ -6,12 +6,12 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use std::{path::PathBuf, time::Duration};
 use tandem_load::{
-    Progress,
+    ReplayProgress,
     report::{self, Fact, Report},
     trace::{Format, Trace, TraceSettings},
 };
 use tandem_router::PrefillPlace;
-use tandem_simulator::{Cluster, Device, Faults, Plan, PlanSettings, Policy, Replay, Size};
+use tandem_simulator::{ClusterPlan, Faults, PlanSettings, Replay, RoutingRule, SimulatedCluster, SimulatedDevice, Size};
 
 /// The arguments of `tandem bench simulate`.
 #[derive(Args, Debug)]
@@ -59,7 +59,7 @@ struct RequestArgs {
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Cluster")]
+#[command(next_help_heading = "SimulatedCluster")]
 struct ClusterArgs {
     /// Number of workers that prefill and generate [default: 8]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=65_536), conflicts_with_all = ["prefill_workers", "decode_workers", "plan"])]
@@ -72,14 +72,14 @@ struct ClusterArgs {
     decode_workers: Option<u32>,
     /// Rules that choose workers, separated by commas; several are compared
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "tandem")]
-    policy: Vec<Policy>,
+    policy: Vec<RoutingRule>,
     /// Where the policy `tandem` may prefill if there are prefill workers. The other ones always prefill there
     #[arg(long, value_enum, default_value_t)]
     prefill: PrefillPlace,
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Device of each worker")]
+#[command(next_help_heading = "SimulatedDevice of each worker")]
 struct DeviceArgs {
     /// KV memory in tokens: 64 GiB with the default size of a token's KV
     #[arg(long, value_name = "TOKENS", default_value_t = 524_288, value_parser = clap::value_parser!(u32).range(1..))]
@@ -93,7 +93,7 @@ struct DeviceArgs {
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Plan")]
+#[command(next_help_heading = "ClusterPlan")]
 struct PlanArgs {
     /// Find the smallest cluster of mixed workers, and of prefill and decode workers, that meets the service levels
     #[arg(long)]
@@ -107,7 +107,7 @@ struct PlanArgs {
 }
 
 impl SimulateArgs {
-    fn cluster(&self) -> Result<Cluster> {
+    fn cluster(&self) -> Result<SimulatedCluster> {
         let Self { requests, cluster, device, sim, .. } = self;
         let size = match (cluster.prefill_workers, cluster.decode_workers) {
             (Some(prefill), Some(decode)) => Size::Split { prefill: prefill as usize, decode: decode as usize },
@@ -117,7 +117,7 @@ impl SimulateArgs {
             let time = Duration::try_from_secs_f64(ms / 1e3 / sim.sim_speedup);
             time.with_context(|| format!("--{name}: write a smaller number of milliseconds"))
         };
-        let device = Device {
+        let device = SimulatedDevice {
             prefill_tokens_per_second: sim.sim_prefill_tokens_per_second * sim.sim_speedup,
             prefill_step: time("sim-prefill-overhead-ms", sim.sim_prefill_overhead_ms)?,
             decode_step: time("sim-decode-step-ms", sim.sim_decode_step_ms)?,
@@ -128,13 +128,13 @@ impl SimulateArgs {
             step_tokens: device.prefill_chunk_budget.into(),
             sequences_max: device.batch_max as usize,
         };
-        self.faults.apply(Cluster {
+        self.faults.apply(SimulatedCluster {
             device,
             block_tokens: requests.block_tokens,
             prefill: cluster.prefill,
             concurrency: requests.concurrency.map(|concurrency| concurrency as usize),
             seed: requests.seed,
-            ..Cluster::new(cluster.policy[0], size)
+            ..SimulatedCluster::new(cluster.policy[0], size)
         })
     }
 }
@@ -149,7 +149,7 @@ pub fn run(args: SimulateArgs) -> Result<()> {
     if args.plan.plan {
         ensure!(slo.is_set(), "--plan needs service levels: set --slo-ttft, --slo-itl or --slo-e2e");
         ensure!(
-            cluster.policy == Policy::Tandem && args.cluster.policy.len() == 1,
+            cluster.policy == RoutingRule::Tandem && args.cluster.policy.len() == 1,
             "--plan needs --policy tandem, the rule that real routers have"
         );
     }
@@ -170,7 +170,7 @@ pub fn run(args: SimulateArgs) -> Result<()> {
 
 /// Returns the simulation without faults.
 fn undisturbed<'a>(replay: &Replay<'a>) -> Replay<'a> {
-    let mut cluster = Cluster { faults: Faults::default(), ..replay.cluster.clone() };
+    let mut cluster = SimulatedCluster { faults: Faults::default(), ..replay.cluster.clone() };
     cluster.workers.iter_mut().for_each(|worker| worker.slower = 1.0);
     Replay { cluster, ..replay.clone() }
 }
@@ -178,7 +178,7 @@ fn undisturbed<'a>(replay: &Replay<'a>) -> Replay<'a> {
 /// Runs the simulations with each policy, and prints the report or the comparison.
 fn compare<'a>(
     simulations: impl Iterator<Item = &'a Replay<'a>> + Clone,
-    policies: &[Policy],
+    policies: &[RoutingRule],
     title: &str,
 ) -> Result<Vec<Report>> {
     let (mut reports, mut disturbed) = (Vec::new(), String::new());
@@ -186,7 +186,7 @@ fn compare<'a>(
     for &policy in policies {
         for (at, replay) in simulations.clone().enumerate() {
             let bar = Bar::new(replay.trace.requests, policy.name());
-            let replay = Replay { cluster: Cluster { policy, ..replay.cluster.clone() }, ..replay.clone() };
+            let replay = Replay { cluster: SimulatedCluster { policy, ..replay.cluster.clone() }, ..replay.clone() };
             let mut report = tandem_simulator::replay(&replay, &mut |state| bar.show(state))?;
             if at + 1 < count {
                 report.name += ", no faults";
@@ -222,7 +222,7 @@ fn counts(report: &Report) -> String {
 fn plan(replay: &Replay<'_>, args: &PlanArgs) -> Result<Vec<Report>> {
     let settings = PlanSettings { share: args.slo_percent / 100.0, workers_max: args.max_workers as usize };
     let mut shown: Option<(Size, Bar)> = None;
-    let found = tandem_simulator::plan(replay, &settings, &mut |size: Size, state: Progress| {
+    let found = tandem_simulator::plan(replay, &settings, &mut |size: Size, state: ReplayProgress| {
         if shown.as_ref().is_none_or(|(of, _)| *of != size) {
             shown = Some((size, Bar::new(state.requests, &size.to_string())));
         }
@@ -233,7 +233,7 @@ fn plan(replay: &Replay<'_>, args: &PlanArgs) -> Result<Vec<Report>> {
         format!("no cluster of up to {} workers meets the service levels; raise --max-workers or the levels", args.max_workers)
     })?;
     let smallest = smallest.size;
-    let Plan { mixed, split, trials } = found;
+    let ClusterPlan { mixed, split, trials } = found;
     let reports: Vec<Report> = mixed.into_iter().chain(split).map(|trial| trial.report).collect();
     serve::print(&format!(
         "smallest cluster: {smallest}\n{}% of the requests meet the service levels on each of these; {trials} clusters were simulated\n\n{}",

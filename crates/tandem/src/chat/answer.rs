@@ -1,7 +1,7 @@
 //! Streamed answers of a server with OpenAI's API, and their summary.
 
 use super::{WANTED, check};
-use crate::server::Server;
+use crate::server::HttpServer;
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 use std::{
@@ -17,26 +17,26 @@ const PIECES_MAX: usize = 64;
 
 /// A piece of an answer.
 #[derive(Debug, PartialEq)]
-pub(super) enum Piece {
+pub(super) enum ChatPiece {
     Reasoning(String),
     Content(String),
-    Usage(Usage),
+    Usage(AnswerCounts),
 }
 
 /// The counts of an answer; `None`: the server does not report it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Usage {
+pub(super) struct AnswerCounts {
     prompt: Option<u64>,
     cached: Option<u64>,
     completion: Option<u64>,
 }
 
 /// The pieces of an answer, as they arrive. Dropping this value disconnects from the server when its next event arrives.
-pub(super) struct Answers(mpsc::Receiver<Result<Piece>>);
+pub(super) struct Answers(mpsc::Receiver<Result<ChatPiece>>);
 
 impl Answers {
     /// Sends the request from a thread of its own. Must be called within a runtime.
-    pub(super) fn request(server: Arc<Server>, key_env: &str, body: &Value) -> Self {
+    pub(super) fn request(server: Arc<HttpServer>, key_env: &str, body: &Value) -> Self {
         let (pieces, receiver) = mpsc::channel(PIECES_MAX);
         let (key_env, body) = (key_env.to_owned(), body.to_string());
         tokio::task::spawn_blocking(move || {
@@ -50,13 +50,13 @@ impl Answers {
     }
 
     /// Returns the next piece; `None` at the end of the answer. Cancel-safe.
-    pub(super) async fn next(&mut self) -> Option<Result<Piece>> {
+    pub(super) async fn next(&mut self) -> Option<Result<ChatPiece>> {
         self.0.recv().await
     }
 }
 
 /// Sends a request, and passes the pieces of its answer to `take` until it returns false.
-fn read(server: &Server, key_env: &str, body: &str, mut take: impl FnMut(Piece) -> bool) -> Result<()> {
+fn read(server: &HttpServer, key_env: &str, body: &str, mut take: impl FnMut(ChatPiece) -> bool) -> Result<()> {
     let mut reply = server.stream("/v1/chat/completions", body).map_err(|error| server.no_reply(error, WANTED))?;
     let status = reply.status().as_u16();
     if status != 200 {
@@ -67,16 +67,16 @@ fn read(server: &Server, key_env: &str, body: &str, mut take: impl FnMut(Piece) 
     for line in BufReader::new(reply.body_mut().as_reader()).lines() {
         let line = line.map_err(|error| anyhow!("the connection to the server was lost before the answer's end: {error}"))?;
         match event(&line)? {
-            Event::Pieces(pieces) => {
+            ChatEvent::Pieces(pieces) => {
                 for piece in pieces {
-                    is_complete |= matches!(piece, Piece::Usage(_));
+                    is_complete |= matches!(piece, ChatPiece::Usage(_));
                     if !take(piece) {
                         return Ok(());
                     }
                 }
             }
-            Event::Finished => is_complete = true,
-            Event::Done => return Ok(()),
+            ChatEvent::Finished => is_complete = true,
+            ChatEvent::Done => return Ok(()),
         }
     }
     if is_complete { Ok(()) } else { Err(anyhow!("the server closed the connection before the answer's end")) }
@@ -84,8 +84,8 @@ fn read(server: &Server, key_env: &str, body: &str, mut take: impl FnMut(Piece) 
 
 /// What a line of the stream means.
 #[derive(Debug, PartialEq)]
-enum Event {
-    Pieces(Vec<Piece>),
+enum ChatEvent {
+    Pieces(Vec<ChatPiece>),
     /// The chunk has the reason for which the answer ended.
     Finished,
     /// The stream has ended.
@@ -93,10 +93,10 @@ enum Event {
 }
 
 /// Parses a line. Comments, names of events and empty lines have no pieces.
-fn event(line: &str) -> Result<Event> {
-    let Some(data) = line.strip_prefix("data:").map(str::trim) else { return Ok(Event::Pieces(Vec::new())) };
+fn event(line: &str) -> Result<ChatEvent> {
+    let Some(data) = line.strip_prefix("data:").map(str::trim) else { return Ok(ChatEvent::Pieces(Vec::new())) };
     if data == "[DONE]" {
-        return Ok(Event::Done);
+        return Ok(ChatEvent::Done);
     }
     let chunk: Value = serde_json::from_str(data).map_err(|error| anyhow!("the server sent an invalid event: {error}"))?;
     if let Some(error) = chunk.get("error").filter(|error| !error.is_null()) {
@@ -110,28 +110,32 @@ fn event(line: &str) -> Result<Event> {
         text.filter(|text| !text.is_empty()).map(str::to_owned)
     };
     let mut pieces = Vec::new();
-    pieces.extend(text(&["reasoning_content", "reasoning"]).map(Piece::Reasoning));
-    pieces.extend(text(&["content"]).map(Piece::Content));
+    pieces.extend(text(&["reasoning_content", "reasoning"]).map(ChatPiece::Reasoning));
+    pieces.extend(text(&["content"]).map(ChatPiece::Content));
     if let Some(usage) = chunk.get("usage").filter(|usage| usage.is_object()) {
         let count = |pointer: &str| usage.pointer(pointer).and_then(Value::as_u64);
         let cached = count("/prompt_tokens_details/cached_tokens");
-        pieces.push(Piece::Usage(Usage { prompt: count("/prompt_tokens"), cached, completion: count("/completion_tokens") }));
+        pieces.push(ChatPiece::Usage(AnswerCounts {
+            prompt: count("/prompt_tokens"),
+            cached,
+            completion: count("/completion_tokens"),
+        }));
     }
     if pieces.is_empty() && choice["finish_reason"].is_string() {
-        return Ok(Event::Finished);
+        return Ok(ChatEvent::Finished);
     }
-    Ok(Event::Pieces(pieces))
+    Ok(ChatEvent::Pieces(pieces))
 }
 
 /// The times and counts of an answer.
-pub(super) struct Summary {
+pub(super) struct AnswerSummary {
     since: Instant,
     first: Option<Instant>,
     last: Option<Instant>,
-    pub(super) usage: Option<Usage>,
+    pub(super) usage: Option<AnswerCounts>,
 }
 
-impl Summary {
+impl AnswerSummary {
     pub(super) fn begin() -> Self {
         Self { since: Instant::now(), first: None, last: None, usage: None }
     }
@@ -143,9 +147,9 @@ impl Summary {
     }
 }
 
-impl fmt::Display for Summary {
+impl fmt::Display for AnswerSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Usage { prompt, cached, completion } = self.usage.unwrap_or_default();
+        let AnswerCounts { prompt, cached, completion } = self.usage.unwrap_or_default();
         let mut facts = Vec::new();
         match (cached, prompt) {
             (Some(cached), Some(prompt)) => facts.push(format!("{cached} of {prompt} prompt tokens cached")),
@@ -178,21 +182,24 @@ mod tests {
     #[test]
     fn events_of_openais_and_similar_servers_are_read() {
         let pieces = |line: &str| match event(line).expect("the event is valid") {
-            Event::Pieces(pieces) => pieces,
+            ChatEvent::Pieces(pieces) => pieces,
             other => panic!("{other:?}"),
         };
         assert_eq!(pieces(""), []);
         assert_eq!(pieces(": keep-alive"), []);
-        assert_eq!(event("data: [DONE]").expect("the event is valid"), Event::Done);
-        assert_eq!(pieces(r#"data: {"choices":[{"delta":{"content":"Hi"}}],"usage":null}"#), [Piece::Content("Hi".to_owned())]);
+        assert_eq!(event("data: [DONE]").expect("the event is valid"), ChatEvent::Done);
+        assert_eq!(
+            pieces(r#"data: {"choices":[{"delta":{"content":"Hi"}}],"usage":null}"#),
+            [ChatPiece::Content("Hi".to_owned())]
+        );
         assert_eq!(pieces(r#"data:{"choices":[{"delta":{"role":"assistant","content":""}}]}"#), []);
-        let reasoning = [Piece::Reasoning("hm".to_owned())];
+        let reasoning = [ChatPiece::Reasoning("hm".to_owned())];
         assert_eq!(pieces(r#"data: {"choices":[{"delta":{"reasoning_content":"hm","content":null}}]}"#), reasoning);
         assert_eq!(pieces(r#"data: {"choices":[{"delta":{"reasoning":"hm"}}]}"#), reasoning);
         let finished = r#"data: {"choices":[{"delta":{},"finish_reason":"stop"}]}"#;
-        assert_eq!(event(finished).expect("the event is valid"), Event::Finished);
+        assert_eq!(event(finished).expect("the event is valid"), ChatEvent::Finished);
         let usage = r#"data: {"choices":[],"usage":{"prompt_tokens":52,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":48}}}"#;
-        assert_eq!(pieces(usage), [Piece::Usage(Usage { prompt: Some(52), cached: Some(48), completion: Some(9) })]);
+        assert_eq!(pieces(usage), [ChatPiece::Usage(AnswerCounts { prompt: Some(52), cached: Some(48), completion: Some(9) })]);
         for (line, expected) in [(r#"data: {"error":{"message":"worker lost"}}"#, "worker lost"), ("data: {", "invalid event")] {
             assert!(event(line).is_err_and(|error| error.to_string().contains(expected)), "{line}");
         }
@@ -200,16 +207,16 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn summary_has_cached_tokens_time_to_first_token_and_rate() {
-        let mut summary = Summary::begin();
+        let mut summary = AnswerSummary::begin();
         assert_eq!(summary.to_string(), "[ended early]");
         tokio::time::advance(Duration::from_millis(120)).await;
         summary.text_arrived();
         tokio::time::advance(Duration::from_secs(2)).await;
         summary.text_arrived();
-        summary.usage = Some(Usage { prompt: Some(52), cached: Some(48), completion: Some(101) });
+        summary.usage = Some(AnswerCounts { prompt: Some(52), cached: Some(48), completion: Some(101) });
         let expected = "[48 of 52 prompt tokens cached · first token after 120 ms · 101 tokens, 50.0 a second]";
         assert_eq!(summary.to_string(), expected);
-        summary.usage = Some(Usage { prompt: Some(52), cached: None, completion: Some(1) });
+        summary.usage = Some(AnswerCounts { prompt: Some(52), cached: None, completion: Some(1) });
         assert_eq!(summary.to_string(), "[52 prompt tokens, cached tokens not reported · first token after 120 ms · 1 tokens]");
     }
 }

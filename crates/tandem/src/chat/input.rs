@@ -7,13 +7,13 @@ use std::io::{IsTerminal, Lines, StdinLock, stdin, stdout};
 const PROMPT: &str = "> ";
 
 /// The source of the user's messages.
-pub(super) enum Input {
+pub(super) enum UserInput {
     Terminal(Box<DefaultEditor>),
     Piped(Lines<StdinLock<'static>>),
 }
 
 /// What the user has entered.
-pub(super) enum Line {
+pub(super) enum EnteredLine {
     Text(String),
     /// The user has pressed Ctrl-C.
     Interrupted,
@@ -21,7 +21,7 @@ pub(super) enum Line {
     End,
 }
 
-impl Input {
+impl UserInput {
     pub(super) fn open() -> Result<Self> {
         if stdin().is_terminal() && stdout().is_terminal() {
             let editor = DefaultEditor::new().context("cannot read from this terminal; write the messages to stdin instead")?;
@@ -35,20 +35,20 @@ impl Input {
     }
 
     /// Returns the next line. Blocks.
-    pub(super) fn next(&mut self) -> Result<Line> {
+    pub(super) fn next(&mut self) -> Result<EnteredLine> {
         match self {
             Self::Terminal(editor) => match editor.readline(PROMPT) {
                 Ok(text) => {
                     editor.add_history_entry(&text).context("the line cannot be remembered")?;
-                    Ok(Line::Text(text))
+                    Ok(EnteredLine::Text(text))
                 }
-                Err(ReadlineError::Interrupted) => Ok(Line::Interrupted),
-                Err(ReadlineError::Eof) => Ok(Line::End),
+                Err(ReadlineError::Interrupted) => Ok(EnteredLine::Interrupted),
+                Err(ReadlineError::Eof) => Ok(EnteredLine::End),
                 Err(error) => Err(error).context("the terminal cannot be read"),
             },
             Self::Piped(lines) => match lines.next() {
-                Some(line) => Ok(Line::Text(line.context("the input cannot be read")?)),
-                None => Ok(Line::End),
+                Some(line) => Ok(EnteredLine::Text(line.context("the input cannot be read")?)),
+                None => Ok(EnteredLine::End),
             },
         }
     }

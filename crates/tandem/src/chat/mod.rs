@@ -5,11 +5,11 @@ mod input;
 
 use crate::{
     serve::printable,
-    server::{KEY_VARIABLE, Server, ServerAddress, ServerArgs, wrong_kind},
+    server::{HttpServer, KEY_VARIABLE, ServerAddress, ServerArgs, wrong_kind},
 };
-use answer::{Answers, Piece, Summary};
+use answer::{AnswerSummary, Answers, ChatPiece};
 use anyhow::{Context, Result, anyhow, bail};
-use input::{Input, Line};
+use input::{EnteredLine, UserInput};
 use serde_json::{Value, json};
 use std::{
     io::{IsTerminal, Write, stdout},
@@ -43,9 +43,9 @@ pub(super) const WANTED: &str =
     "`tandem chat` needs a frontend, or another server with OpenAI's API; `tandem up` starts one at 127.0.0.1:8000";
 
 /// A conversation with a server.
-struct Chat {
+struct ChatSession {
     args: ChatArgs,
-    server: Arc<Server>,
+    server: Arc<HttpServer>,
     model: String,
     messages: Vec<Value>,
 }
@@ -60,8 +60,8 @@ pub fn run(args: ChatArgs) -> Result<()> {
         Some(model) => model.clone(),
         None => first_model(&server, &args.key_env)?,
     };
-    let mut input = Input::open()?;
-    let mut chat = Chat { args, server, model, messages: Vec::new() };
+    let mut input = UserInput::open()?;
+    let mut chat = ChatSession { args, server, model, messages: Vec::new() };
     chat.clear();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
@@ -72,12 +72,12 @@ pub fn run(args: ChatArgs) -> Result<()> {
     let done = runtime.block_on(async {
         loop {
             let message = match input.next()? {
-                Line::End => return Ok(()),
-                Line::Interrupted => {
+                EnteredLine::End => return Ok(()),
+                EnteredLine::Interrupted => {
                     show("/quit or Ctrl-D ends the program\n")?;
                     continue;
                 }
-                Line::Text(text) => text,
+                EnteredLine::Text(text) => text,
             };
             match message.trim() {
                 "" => continue,
@@ -101,7 +101,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
     done
 }
 
-impl Chat {
+impl ChatSession {
     fn clear(&mut self) {
         self.messages = self.args.system.iter().map(|text| json!({ "role": "system", "content": text })).collect();
     }
@@ -119,7 +119,7 @@ impl Chat {
         let mut answers = Answers::request(Arc::clone(&self.server), &self.args.key_env, &body);
         // Without a terminal, Ctrl-C ends the program as usual.
         let mut interrupt = if is_terminal { Some(signal(SignalKind::interrupt())?) } else { None };
-        let (mut summary, mut text) = (Summary::begin(), String::new());
+        let (mut summary, mut text) = (AnswerSummary::begin(), String::new());
         let mut result = Ok(());
         loop {
             let piece = tokio::select! {
@@ -129,17 +129,17 @@ impl Chat {
             };
             match piece {
                 None => break,
-                Some(Ok(Piece::Reasoning(reasoning))) => {
+                Some(Ok(ChatPiece::Reasoning(reasoning))) => {
                     summary.text_arrived();
                     let text = printable(&reasoning);
                     write(&if stdout().is_terminal() { format!("\x1b[2m{text}\x1b[0m") } else { text })?;
                 }
-                Some(Ok(Piece::Content(content))) => {
+                Some(Ok(ChatPiece::Content(content))) => {
                     summary.text_arrived();
                     show(&content)?;
                     text += &content;
                 }
-                Some(Ok(Piece::Usage(usage))) => summary.usage = Some(usage),
+                Some(Ok(ChatPiece::Usage(usage))) => summary.usage = Some(usage),
                 Some(Err(error)) => {
                     result = Err(error);
                     break;
@@ -169,7 +169,7 @@ async fn interrupted(interrupt: &mut Option<Signal>) {
 }
 
 /// Returns the id of the first model of the server.
-fn first_model(server: &Server, key_env: &str) -> Result<String> {
+fn first_model(server: &HttpServer, key_env: &str) -> Result<String> {
     let reply = server.get("/v1/models").map_err(|error| server.no_reply(error, WANTED))?;
     if let (404, Some(wrong)) = (reply.status, wrong_kind(&server.address, WANTED)) {
         return Err(wrong);

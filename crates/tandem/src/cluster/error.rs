@@ -1,7 +1,7 @@
 //! Errors that prevent the start of a cluster or end it.
 
 use crate::{
-    model::ModelError,
+    model::ModelStoreError,
     settings::{ClusterTlsArgsError, DiscoveryArgsError, KeyFileError},
 };
 use std::{error::Error, io, net::SocketAddr, path::PathBuf};
@@ -66,7 +66,7 @@ pub enum StartError {
     )]
     UntrustedModel { url: String, model: String },
     #[error(transparent)]
-    Model(#[from] ModelError),
+    Model(#[from] ModelStoreError),
     #[error("the model {} cannot be served", .path.display())]
     Unservable { path: PathBuf, source: Box<dyn Error + Send + Sync> },
     #[error("the engine cannot be created; change --kv-capacity-tokens or --block-size")]

@@ -3,10 +3,10 @@
 
 use super::{
     EngineConfig, StartError,
-    parts::{Parts, WorkerPlan, channel_to, description},
+    parts::{ClusterParts, WorkerPlan, channel_to, description},
 };
 use crate::{
-    model::Source,
+    model::ModelSource,
     settings::{EngineKind, EngineLimits},
 };
 use futures::FutureExt;
@@ -92,7 +92,7 @@ pub(super) struct Registration {
     pub(super) shutdown: Shutdown,
 }
 
-impl Parts {
+impl ClusterParts {
     /// Starts a worker with an engine in another process.
     pub(super) fn external_worker(
         &self,
@@ -150,14 +150,14 @@ pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettin
 /// # Errors
 /// The server names no source, or one that it may not choose: a server of another machine chooses a repository only if it is trusted, and never a
 /// path of this machine.
-pub(super) fn source(server: &ServerDescription, url: &str, is_trusted: bool) -> Result<Source, StartError> {
+pub(super) fn source(server: &ServerDescription, url: &str, is_trusted: bool) -> Result<ModelSource, StartError> {
     let root = server.model.root.as_deref().unwrap_or(&server.model.id);
     let is_local = is_loopback(url);
     if is_local && Path::new(root).exists() {
-        return Ok(Source::Path(root.into()));
+        return Ok(ModelSource::Path(root.into()));
     }
-    let source: Source = match format!("hf:{root}").parse() {
-        Ok(source @ Source::HuggingFace { .. }) => source,
+    let source: ModelSource = match format!("hf:{root}").parse() {
+        Ok(source @ ModelSource::HuggingFace { .. }) => source,
         _ => return Err(StartError::UnknownModel { url: url.to_owned() }),
     };
     if is_local || is_trusted {
@@ -205,7 +205,7 @@ impl ExternalWorker {
         let (mut backoff, mut has_connected, mut pause) = (Backoff::new(PAUSES.0, PAUSES.1), false, Duration::ZERO);
         loop {
             let reason = format!("the worker waits until its engine at {} answers", self.engine.url());
-            let waiting = Waiting(Arc::new(Mutex::new(reason)));
+            let waiting = UnavailableControl(Arc::new(Mutex::new(reason)));
             let connected = tokio::select! {
                 biased;
                 () = shutdown.draining() => return Ok(()),
@@ -235,7 +235,7 @@ impl ExternalWorker {
         pause: Duration,
         backoff: &mut Backoff,
         has_connected: bool,
-        waiting: &Waiting,
+        waiting: &UnavailableControl,
     ) -> Result<Connected, ExternalError> {
         sleep(pause).await;
         loop {
@@ -256,7 +256,7 @@ impl ExternalWorker {
     }
 
     /// Refuses calls to the worker while its server cannot be used, so that routers need not wait for a timeout.
-    async fn refuse_calls(&self, waiting: Waiting) -> Result<Infallible, ExternalError> {
+    async fn refuse_calls(&self, waiting: UnavailableControl) -> Result<Infallible, ExternalError> {
         let listener = Listener::new(Arrivals::Tcp(TcpListener::from_std(self.socket.try_clone()?)?), self.network.clone());
         let routes = Routes::new(ControlServer::new(waiting));
         listener.serve(channel::server(), routes, Arc::new(|| {}), std::future::pending()).await?;
@@ -294,16 +294,16 @@ impl ExternalWorker {
 
 /// The `Control` service of a worker whose server cannot be used. It refuses all calls with the text as the reason.
 #[derive(Clone)]
-struct Waiting(Arc<Mutex<String>>);
+struct UnavailableControl(Arc<Mutex<String>>);
 
-impl Waiting {
+impl UnavailableControl {
     fn refuse<T>(&self) -> Result<Response<T>, Status> {
         Err(Status::unavailable(self.0.lock().clone()))
     }
 }
 
 #[tonic::async_trait]
-impl Control for Waiting {
+impl Control for UnavailableControl {
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
         self.refuse()
     }

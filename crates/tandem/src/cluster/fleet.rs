@@ -1,12 +1,12 @@
 //! The workers of `tandem up` for servers that are running already, and the models of these servers.
 
 use super::{
-    EngineConfig, Parts, StartError, Worker,
+    ClusterParts, EngineConfig, StartError, Worker,
     external::{self, Announced},
     local_address, loopback, weights,
 };
 use crate::{
-    model::Source,
+    model::ModelSource,
     settings::{KvConnector, UpSettings},
 };
 use tandem_adapter::ServerDescription;
@@ -15,12 +15,12 @@ use tandem_proto::v1::worker_info::Role;
 use tandem_text::ServedModel;
 
 /// The models of all servers. If a model is a LoRA, it has the id of its base model.
-struct Models(Vec<(ServedModel, Option<String>)>);
+struct FleetModels(Vec<(ServedModel, Option<String>)>);
 
 /// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizers of their models. The model of the first server
 /// is the first in the list.
 pub(super) async fn workers(
-    parts: &Parts,
+    parts: &ClusterParts,
     settings: &UpSettings,
     config: &mut EngineConfig,
     shutdown: &Shutdown,
@@ -36,7 +36,7 @@ pub(super) async fn workers(
     let servers = futures::future::try_join_all(inspections).await?;
     let model_of =
         |server: &ServerDescription| settings.common.served_model_name.clone().unwrap_or_else(|| server.model.id.clone());
-    let mut models = Models(Vec::new());
+    let mut models = FleetModels(Vec::new());
     for (_, (engines, server)) in &servers {
         models.add(settings, engines[0].0.url(), &model_of(server), server).await?;
     }
@@ -68,7 +68,7 @@ pub(super) async fn workers(
     Ok((workers, models.0.into_iter().map(|(served, _)| served).collect()))
 }
 
-impl Models {
+impl FleetModels {
     fn position(&self, id: &str) -> Option<usize> {
         self.0.iter().position(|(served, _)| served.id == id)
     }
@@ -110,11 +110,11 @@ impl Models {
     }
 }
 
-async fn load(settings: &UpSettings, source: Source, id: &str) -> Result<ServedModel, StartError> {
+async fn load(settings: &UpSettings, source: ModelSource, id: &str) -> Result<ServedModel, StartError> {
     weights::load_tokenizer(settings.model.store.clone(), source, Some(id.to_owned())).await
 }
 
 /// Returns the source of a model's tokenizer that `--extra-model` names; `None` if it names none.
-fn tokenizer_of(settings: &UpSettings, model: &str) -> Option<Source> {
+fn tokenizer_of(settings: &UpSettings, model: &str) -> Option<ModelSource> {
     settings.frontend.extra_models.iter().find(|extra| extra.id == model).map(|extra| extra.source.clone())
 }

@@ -15,7 +15,7 @@ use crate::{
     http,
     settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, RestartArgs, UpSettings},
 };
-use parts::Parts;
+use parts::ClusterParts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
@@ -36,7 +36,7 @@ const READY_WAIT: Duration = Duration::from_secs(30);
 const READY_POLL: Duration = Duration::from_millis(10);
 
 /// A process that serves requests: a whole cluster, or one of its roles.
-pub trait Served {
+pub trait ServedProcess {
     /// Returns a text for the operator that lists the running parts and their addresses.
     fn introduction(&self) -> String;
     /// Resolves when a part has failed, so that the process can no longer serve. This method is cancel-safe.
@@ -47,7 +47,7 @@ pub trait Served {
     fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
 }
 
-/// A running cluster. Dropping it stops everything immediately; [`Served::drain`] lets running requests finish first.
+/// A running cluster. Dropping it stops everything immediately; [`ServedProcess::drain`] lets running requests finish first.
 pub struct Cluster {
     /// The id that clients send as `model`. If there are several models, it is the id of the first one.
     pub model_id: String,
@@ -65,7 +65,7 @@ pub struct Cluster {
     /// The shutdown of the frontend. It is separate, because accepted requests still need the router and the workers while the frontend drains.
     front: Shutdown,
     back: Shutdown,
-    parts: Parts,
+    parts: ClusterParts,
 }
 
 /// One worker of a cluster.
@@ -141,7 +141,7 @@ impl Cluster {
             (key, None) if *key == KeyArgs::default() => ClusterKey::random(),
             (key, None) => key.read()?,
         };
-        let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
+        let mut parts = ClusterParts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
         parts.open_access_files(&settings.frontend.tenants)?;
         let (workers, served) = match settings.model.engine {
@@ -205,7 +205,7 @@ impl Cluster {
     }
 }
 
-impl Served for Cluster {
+impl ServedProcess for Cluster {
     fn introduction(&self) -> String {
         let (url, model) = (api_url(self.frontend, self.is_encrypted), &self.model_id);
         let models: BTreeSet<&str> = self.workers.iter().flat_map(|worker| worker.models()).map(String::as_str).collect();
@@ -257,7 +257,7 @@ impl Drop for Cluster {
 }
 
 async fn own_workers(
-    parts: &Parts,
+    parts: &ClusterParts,
     settings: &UpSettings,
     config: &EngineConfig,
     shutdown: &Shutdown,

@@ -44,7 +44,7 @@ const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
 /// Starts the parts of this process, and reports when one of them ends. `up` starts all parts of a cluster, and a process of a role starts one.
-pub(super) struct Parts {
+pub(super) struct ClusterParts {
     cluster: String,
     pub(super) key: ClusterKey,
     /// The certificate of this process; `None`: connections to other processes are not encrypted.
@@ -72,13 +72,13 @@ struct AccessFiles {
 }
 
 /// Reports on drop that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
-struct Report {
+struct PartReport {
     part: String,
     error: Option<Box<dyn std::error::Error + Send + Sync>>,
     reports: mpsc::Sender<StartError>,
 }
 
-impl Parts {
+impl ClusterParts {
     /// Prepares to start parts of the cluster with this name and key. `service` names the process in traces.
     pub(super) fn new(service: &'static str, cluster: &str, key: ClusterKey, settings: &CommonArgs) -> Result<Self, StartError> {
         let metrics = Metrics::default();
@@ -298,7 +298,7 @@ impl Parts {
         E: std::error::Error + Send + Sync + 'static,
         F: Future<Output = Result<(), E>> + Send + 'static,
     {
-        Report { part: part.to_owned(), error: None, reports: self.reports.clone() }.after(run)
+        PartReport { part: part.to_owned(), error: None, reports: self.reports.clone() }.after(run)
     }
 }
 
@@ -357,7 +357,7 @@ pub(super) fn channel_to(listens: SocketAddr, network: &Network) -> Channel {
     network.expecting(&PeerRole::ALL).connect_lazy(&endpoint)
 }
 
-impl Report {
+impl PartReport {
     async fn after<E>(mut self, run: impl Future<Output = Result<(), E>>)
     where
         E: std::error::Error + Send + Sync + 'static,
@@ -366,7 +366,7 @@ impl Report {
     }
 }
 
-impl Drop for Report {
+impl Drop for PartReport {
     fn drop(&mut self) {
         let part = std::mem::take(&mut self.part);
         let end = match self.error.take() {

@@ -1,7 +1,7 @@
 //! Runs one role in a process of its own. The functions that start it are those of `up`; in addition, the process has an admin endpoint.
 
 use super::{
-    EngineConfig, Parts, Served, StartError, api_url, bind,
+    ClusterParts, EngineConfig, ServedProcess, StartError, api_url, bind,
     external::Registration,
     kv_tokens, listen, local_address,
     parts::description,
@@ -35,7 +35,7 @@ pub struct Process {
     name: String,
     /// The addresses and sizes that the process prints when it has started, each with its name.
     places: Vec<(&'static str, String)>,
-    parts: Parts,
+    parts: ClusterParts,
     /// The shutdown of the registration in etcd. It precedes the shutdown of `service`, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
@@ -202,7 +202,7 @@ impl Process {
         Ok(Self {
             name: String::new(),
             places: Vec::new(),
-            parts: Parts::new(service, cluster, key, settings)?,
+            parts: ClusterParts::new(service, cluster, key, settings)?,
             registration: Shutdown::default(),
             service: Shutdown::default(),
             admin: Shutdown::default(),
@@ -244,7 +244,7 @@ impl Process {
     }
 }
 
-impl Served for Process {
+impl ServedProcess for Process {
     fn introduction(&self) -> String {
         let lines = self.places.iter().map(|(name, place)| format!("  {name:<12} {place}\n"));
         format!("The {} runs:\n\n{}", self.name, lines.collect::<String>())

@@ -2,7 +2,7 @@
 
 use super::StartError;
 use crate::{
-    model::{Source, Store, StoreArgs, StoredModel},
+    model::{ModelSource, Store, StoreArgs, StoredModel},
     settings::{CommonArgs, EngineKind, ExtraModel, ModelArgs, ParserArgs, WorkerArgs},
 };
 use std::{
@@ -38,12 +38,12 @@ pub(super) struct EngineConfig {
 
 pub(super) struct Loaded {
     pub(super) served: ServedModel,
-    device: Device,
+    device: ModelDevice,
     /// The vocabulary of the model, with which its engines enforce constraints.
     vocabulary: OnceLock<Arc<tandem_grammar::Vocabulary>>,
 }
 
-enum Device {
+enum ModelDevice {
     Cpu(Arc<CpuModel>),
     Cuda(CudaModel),
     Sim(Vocabulary),
@@ -84,13 +84,15 @@ impl EngineConfig {
         }
         on_blocking_thread(move || {
             let Some((stored, revision)) = stored(&self.model)? else {
-                return Ok(Loaded::new(sim_served(self.served_model_name), Device::Sim(Vocabulary::default())));
+                return Ok(Loaded::new(sim_served(self.served_model_name), ModelDevice::Sim(Vocabulary::default())));
             };
             let (file, served) = open(&stored, &revision, self.served_model_name.clone(), self.model.engine)?;
             let device = match self.model.engine {
-                EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?),
-                EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
-                EngineKind::Sim => Device::Sim(vocabulary(&served)),
+                EngineKind::Cpu => {
+                    ModelDevice::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?)
+                }
+                EngineKind::Cuda => ModelDevice::Cuda(CudaModel::load(&*file, &self.cuda())?),
+                EngineKind::Sim => ModelDevice::Sim(vocabulary(&served)),
                 EngineKind::Vllm | EngineKind::LlamaCpp => unreachable!("workers with external engines start no engine here"),
             };
             Ok(Loaded::new(served, device))
@@ -168,7 +170,7 @@ impl EngineConfig {
 }
 
 impl Loaded {
-    fn new(served: ServedModel, device: Device) -> Self {
+    fn new(served: ServedModel, device: ModelDevice) -> Self {
         Self { served, device, vocabulary: OnceLock::new() }
     }
 
@@ -182,12 +184,12 @@ impl Loaded {
 
     fn engine(&self, config: &EngineConfig, share: DeviceShare) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
-            Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(share))?),
-            Device::Cpu(weights) => {
+            ModelDevice::Cuda(weights) => Ok(weights.engine(config.cuda_limits(share))?),
+            ModelDevice::Cpu(weights) => {
                 let engine = CpuEngine::new(weights.clone(), config.cpu());
                 Ok(Box::new(engine.map_err(|error| StartError::Engine(error.into()))?))
             }
-            Device::Sim(vocabulary) => {
+            ModelDevice::Sim(vocabulary) => {
                 Ok(Box::new(SimEngine::with_vocabulary(config.sim(), vocabulary.clone()).in_real_time().sampling()))
             }
         }
@@ -234,13 +236,13 @@ pub(super) fn with_parsers(
 
 /// Loads the tokenizer and the chat template of a model that external engines compute. Downloads them first if necessary. The model has no revision,
 /// because engines do not report the revision of their weights.
-pub(super) async fn load_tokenizer(store: StoreArgs, source: Source, id: Option<String>) -> Result<ServedModel, StartError> {
+pub(super) async fn load_tokenizer(store: StoreArgs, source: ModelSource, id: Option<String>) -> Result<ServedModel, StartError> {
     on_blocking_thread(move || {
         let StoredModel { path, id: stored_id, .. } = Store::new(store)?.get_tokenizer(&source)?;
         // A repository's files are in a folder that is named after the commit.
         tracing::info!(%source, path = %path.display(), "loading the tokenizer and the chat template");
         // The default id of a model is the name of its repository, as in vLLM.
-        let by_default = if let Source::HuggingFace { repository, .. } = source { repository } else { stored_id };
+        let by_default = if let ModelSource::HuggingFace { repository, .. } = source { repository } else { stored_id };
         let (id, unservable) = (id.unwrap_or(by_default), |error| unservable(&path, error));
         if path.is_dir() {
             let files = HfTokenizer::read(&path).map_err(|error| unservable(error.into()))?;

@@ -3,7 +3,7 @@
 //! A cached hash is valid while the file's size, inode, mtime and ctime stay the same. No program can set the ctime back, so a file that
 //! was changed in place is read again.
 
-use super::ModelError;
+use super::ModelStoreError;
 #[cfg(feature = "model")]
 use super::progress;
 use serde::{Deserialize, Serialize};
@@ -41,8 +41,8 @@ impl Digests {
     }
 
     /// Returns the file's SHA-256 in 64 hex digits, and computes it if it is not cached.
-    pub(super) fn of(&self, file: &Path) -> Result<String, ModelError> {
-        let failed = || ModelError::io(file);
+    pub(super) fn of(&self, file: &Path) -> Result<String, ModelStoreError> {
+        let failed = || ModelStoreError::io(file);
         let path = file.canonicalize().map_err(failed())?;
         let before = Stamp::of(&path).map_err(failed())?;
         let entry = self.dir.join(sha256(path.as_os_str().as_encoded_bytes()).map_err(failed())?);

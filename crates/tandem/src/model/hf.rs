@@ -4,7 +4,7 @@
 //! from that commit, into names that this module chooses, and compared with those sizes and hashes before they are used. So the servers that
 //! deliver the bytes need not be trusted: of their answers, only the status and the bytes are read.
 
-use super::{Contents, Download, ModelError, Source, StoreArgs, digests::sha256_of, progress, source::is_path};
+use super::{Download, ModelContents, ModelSource, ModelStoreError, StoreArgs, digests::sha256_of, progress, source::is_path};
 use crate::http::{CONNECT_TIMEOUT, with_key};
 use indicatif::ProgressBar;
 use serde::Deserialize;
@@ -36,21 +36,21 @@ const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
 /// Downloads one file of the repository `ORG/NAME` into `partial`, or the repository's model if no file is named. The result's `place` is
-/// in a folder that is named after the commit. For [`Contents::Tokenizer`], weights are not downloaded.
+/// in a folder that is named after the commit. For [`ModelContents::Tokenizer`], weights are not downloaded.
 pub(super) fn download(
     settings: &StoreArgs,
-    source: &Source,
+    source: &ModelSource,
     (repository, revision): (&str, Option<&str>),
     file: Option<&str>,
-    contents: Contents,
+    contents: ModelContents,
     partial: &Path,
-) -> Result<Download, ModelError> {
+) -> Result<Download, ModelStoreError> {
     let hub = Hub::new(settings, source)?;
     let listing = hub.listing(repository, revision)?;
     let commit = Commit { hub: &hub, folder: format!("{repository}/resolve/{}", listing.sha), files: &listing.siblings };
     let gguf = match file {
         Some(file) => Some(file.to_owned()),
-        None if contents == Contents::Tokenizer && REQUIRED.into_iter().all(|name| commit.has(name)) => None,
+        None if contents == ModelContents::Tokenizer && REQUIRED.into_iter().all(|name| commit.has(name)) => None,
         None => commit.only_gguf()?,
     };
     let name = gguf.as_deref().or(repository.rsplit('/').next()).unwrap_or(repository);
@@ -93,16 +93,16 @@ struct Hub<'a> {
     agent: Agent,
     endpoint: &'a str,
     token: Option<String>,
-    source: &'a Source,
+    source: &'a ModelSource,
 }
 
 impl<'a> Hub<'a> {
     /// Refuses to send a token over an unencrypted connection. The token is sent to the endpoint's host only, also when it redirects.
-    fn new(settings: &'a StoreArgs, source: &'a Source) -> Result<Self, ModelError> {
+    fn new(settings: &'a StoreArgs, source: &'a ModelSource) -> Result<Self, ModelStoreError> {
         let endpoint = settings.hf_endpoint.trim_end_matches('/');
         let token = settings.token().map(|token| token.expose()).filter(|token| !token.is_empty());
         if token.is_some() && !endpoint.starts_with("https://") {
-            return Err(ModelError::TokenInClear(endpoint.to_owned()));
+            return Err(ModelStoreError::TokenInClear(endpoint.to_owned()));
         }
         // A compressed answer could not be resumed.
         let config = Agent::config_builder().accept_encoding("identity").redirect_auth_headers(RedirectAuthHeaders::SameHost);
@@ -110,8 +110,8 @@ impl<'a> Hub<'a> {
         Ok(Self { agent: config.build().into(), endpoint, token, source })
     }
 
-    fn failed(&self, error: ureq::Error) -> ModelError {
-        ModelError::Hub { model: self.source.clone(), source: Box::new(error) }
+    fn failed(&self, error: ureq::Error) -> ModelStoreError {
+        ModelStoreError::Hub { model: self.source.clone(), source: Box::new(error) }
     }
 
     /// Requests a path of the hub, from this byte on. Fails if the status is none of success.
@@ -124,7 +124,7 @@ impl<'a> Hub<'a> {
     }
 
     /// Resolves the revision to a commit, and returns the commit's hash with the list of its files.
-    fn listing(&self, repository: &str, revision: Option<&str>) -> Result<Listing, ModelError> {
+    fn listing(&self, repository: &str, revision: Option<&str>) -> Result<Listing, ModelStoreError> {
         let path = format!("api/models/{repository}/revision/{}?blobs=true", revision.unwrap_or(MAIN));
         let answer = self.get(&path, 0).and_then(|answer| answer.into_body().into_with_config().limit(LISTING_MAX).read_to_vec());
         let answer = answer.map_err(|error| self.failed(error))?;
@@ -133,7 +133,7 @@ impl<'a> Hub<'a> {
         // The commit names a folder of the store.
         let is_commit = |text: &str| text.len() == 40 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
         if !is_commit(&listing.sha) || revision.is_some_and(|requested| is_commit(requested) && requested != listing.sha) {
-            return Err(ModelError::WrongCommit { model: self.source.clone(), got: listing.sha.chars().take(40).collect() });
+            return Err(ModelStoreError::WrongCommit { model: self.source.clone(), got: listing.sha.chars().take(40).collect() });
         }
         Ok(listing)
     }
@@ -152,26 +152,26 @@ impl Commit<'_> {
     }
 
     /// Returns the repository's only `.gguf` file; `None` if it has no such file but safetensors and their configuration.
-    fn only_gguf(&self) -> Result<Option<String>, ModelError> {
+    fn only_gguf(&self) -> Result<Option<String>, ModelStoreError> {
         // Names that lead out of the folder (`../`) are skipped.
         let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {
             0 if REQUIRED.into_iter().all(|name| self.has(name)) && (self.has(WHOLE) || self.has(INDEX)) => Ok(None),
-            0 => Err(ModelError::NoModel(self.hub.source.to_string())),
+            0 => Err(ModelStoreError::NoModel(self.hub.source.to_string())),
             1 => Ok(models.pop()),
-            _ => Err(ModelError::several(self.hub.source.to_string(), models)),
+            _ => Err(ModelStoreError::several(self.hub.source.to_string(), models)),
         }
     }
 
     /// Downloads one file into `to`, a file that does not exist yet, and checks its size and hash.
-    fn fetch(&self, name: &str, to: &Path) -> Result<(), ModelError> {
-        let missing = || ModelError::NoSuchFile { model: self.hub.source.clone(), name: name.to_owned() };
+    fn fetch(&self, name: &str, to: &Path) -> Result<(), ModelStoreError> {
+        let missing = || ModelStoreError::NoSuchFile { model: self.hub.source.clone(), name: name.to_owned() };
         let listed = self.files.iter().find(|file| file.rfilename == name && is_path(name)).ok_or_else(missing)?;
-        let unchecked = || ModelError::NoHash { model: self.hub.source.clone(), name: name.to_owned() };
+        let unchecked = || ModelStoreError::NoHash { model: self.hub.source.clone(), name: name.to_owned() };
         let size = listed.size.filter(|_| listed.lfs.is_some() || listed.blob.is_some()).ok_or_else(unchecked)?;
         let progress = progress::start(&format!("fetching {name} of {}", self.hub.source), Some(size));
-        let mut file = File::create_new(to).map_err(ModelError::io(to))?;
+        let mut file = File::create_new(to).map_err(ModelStoreError::io(to))?;
         for retries_left in (0..=RETRIES).rev() {
             match self.append(name, size, (&mut file, to), &progress)? {
                 None if progress.position() >= size => break,
@@ -182,7 +182,7 @@ impl Commit<'_> {
             }
         }
         self.verify(listed, to)?;
-        file.sync_all().map_err(ModelError::io(to))
+        file.sync_all().map_err(ModelStoreError::io(to))
     }
 
     /// Downloads what the file at `path` lacks, but no more than its size. Returns the error that interrupted this; `None` if the server has
@@ -193,7 +193,7 @@ impl Commit<'_> {
         size: u64,
         (file, path): (&mut File, &Path),
         progress: &ProgressBar,
-    ) -> Result<Option<ureq::Error>, ModelError> {
+    ) -> Result<Option<ureq::Error>, ModelStoreError> {
         let answer = match self.hub.get(&format!("{}/{name}", self.folder), progress.position()) {
             Ok(answer) => answer,
             Err(error @ ureq::Error::StatusCode(_)) => return Err(self.hub.failed(error)),
@@ -201,7 +201,7 @@ impl Commit<'_> {
         };
         if answer.status() != 206 {
             // The answer has the whole file.
-            file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).map_err(ModelError::io(path))?;
+            file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).map_err(ModelStoreError::io(path))?;
             progress.set_position(0);
         }
         let mut body = answer.into_body().into_reader();
@@ -213,15 +213,15 @@ impl Commit<'_> {
                 Err(error) => return Ok(Some(error.into())),
             };
             if len as u64 > size - progress.position() {
-                return Err(ModelError::TooLong { name: name.to_owned(), expected: size });
+                return Err(ModelStoreError::TooLong { name: name.to_owned(), expected: size });
             }
-            file.write_all(&buffer[..len]).map_err(ModelError::io(path))?;
+            file.write_all(&buffer[..len]).map_err(ModelStoreError::io(path))?;
             progress.inc(len as u64);
         }
     }
 
-    fn verify(&self, listed: &Listed, path: &Path) -> Result<(), ModelError> {
-        let failed = || ModelError::io(path);
+    fn verify(&self, listed: &Listed, path: &Path) -> Result<(), ModelStoreError> {
+        let failed = || ModelStoreError::io(path);
         let len = fs::metadata(path).map_err(failed())?.len();
         let name = &listed.rfilename;
         if let Some(expected) = listed.size {
@@ -233,30 +233,30 @@ impl Commit<'_> {
                 let got = File::open(path).and_then(|file| git_blob_sha1(len, file)).map_err(failed())?;
                 Download::check_hash(name, sha1, got)
             }
-            (None, None) => Err(ModelError::NoHash { model: self.hub.source.clone(), name: name.clone() }),
+            (None, None) => Err(ModelStoreError::NoHash { model: self.hub.source.clone(), name: name.clone() }),
         }
     }
 
     /// Downloads a model in safetensors into `directory`, which does not exist yet.
-    fn directory(&self, contents: Contents, directory: &Path) -> Result<(), ModelError> {
-        fs::create_dir(directory).map_err(ModelError::io(directory))?;
+    fn directory(&self, contents: ModelContents, directory: &Path) -> Result<(), ModelStoreError> {
+        fs::create_dir(directory).map_err(ModelStoreError::io(directory))?;
         let fetch = |name: &str| self.fetch(name, &directory.join(name));
         for name in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(|name| self.has(name))) {
             fetch(name)?;
         }
-        if contents == Contents::Tokenizer {
+        if contents == ModelContents::Tokenizer {
             // A tokenizer needs no weights.
         } else if self.has(INDEX) {
             fetch(INDEX)?;
             let index = directory.join(INDEX);
-            let bytes = fs::read(&index).map_err(ModelError::io(&index))?;
-            let unreadable = |error| ModelError::Index { model: self.hub.source.clone(), source: Box::new(error) };
+            let bytes = fs::read(&index).map_err(ModelStoreError::io(&index))?;
+            let unreadable = |error| ModelStoreError::Index { model: self.hub.source.clone(), source: Box::new(error) };
             for name in &shards_of_index(&bytes).map_err(unreadable)? {
                 fetch(name)?;
             }
         } else {
             fetch(WHOLE)?;
         }
-        File::open(directory).and_then(|directory| directory.sync_all()).map_err(ModelError::io(directory))
+        File::open(directory).and_then(|directory| directory.sync_all()).map_err(ModelStoreError::io(directory))
     }
 }

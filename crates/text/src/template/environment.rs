@@ -9,7 +9,7 @@ use minijinja::{
 };
 
 /// Returns the time for `strftime_now`.
-pub type Clock = fn() -> jiff::Zoned;
+pub type TemplateClock = fn() -> jiff::Zoned;
 
 /// What the names of the engine's own filters begin with where this module replaces them. No template can name a filter with a space.
 const ENGINES_PREFIX: &str = "engine's ";
@@ -17,7 +17,7 @@ const ENGINES_PREFIX: &str = "engine's ";
 const ENGINES: [&str; 5] = ["engine's map", "engine's select", "engine's reject", "engine's selectattr", "engine's rejectattr"];
 
 /// Returns an environment without templates.
-pub(super) fn environment(clock: Clock) -> Result<Environment<'static>, Error> {
+pub(super) fn environment(clock: TemplateClock) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(syntax()?);
     environment.set_formatter(|output, _, value| match value.as_str() {

@@ -7,7 +7,7 @@ use minijinja::{
 };
 use std::fmt::Write;
 
-struct Writer {
+struct JsonWriter {
     text: String,
     ascii: bool,
     indent: Option<String>,
@@ -45,14 +45,14 @@ pub(super) fn tojson(
         None => (if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()),
     };
     let (text, ascii, sorted) = (String::new(), is_true(ensure_ascii), is_true(sort_keys));
-    let mut writer = Writer { text, ascii, indent, item_separator, key_separator, sorted };
+    let mut writer = JsonWriter { text, ascii, indent, item_separator, key_separator, sorted };
     writer.value(value, 0)?;
     Ok(writer.text)
 }
 
 const INDENT_MAX: i64 = 100;
 
-impl Writer {
+impl JsonWriter {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         limits::ensure(self.text.len())?;
         match value.kind() {

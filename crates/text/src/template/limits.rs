@@ -63,7 +63,7 @@ const VALUE_BYTES: usize = 32;
 
 /// What the rendering on this thread may still use.
 #[derive(Clone, Copy)]
-struct Left {
+struct RemainingLimits {
     bytes: usize,
     members: usize,
     visits: u64,
@@ -71,7 +71,7 @@ struct Left {
 }
 
 thread_local! {
-    static LEFT: Cell<Option<Left>> = const { Cell::new(None) };
+    static LEFT: Cell<Option<RemainingLimits>> = const { Cell::new(None) };
 }
 
 #[expect(clippy::disallowed_methods, reason = "the limit is on computing time, which passes while a test's clock is paused")]
@@ -83,14 +83,14 @@ fn now() -> Instant {
 pub(super) fn begin(input_bytes: usize) {
     let bytes = BYTES_MAX.saturating_add(input_bytes.saturating_mul(BYTES_PER_BYTE));
     python::set_text_max(bytes);
-    LEFT.set(Some(Left { bytes, members: MEMBERS_MAX, visits: VISITS_MAX, end: now() + TIME_MAX }));
+    LEFT.set(Some(RemainingLimits { bytes, members: MEMBERS_MAX, visits: VISITS_MAX, end: now() + TIME_MAX }));
 }
 
 fn exhausted(what: &'static str) -> Error {
     Error::new(ErrorKind::OutOfFuel, what)
 }
 
-fn left() -> Result<Left, Error> {
+fn left() -> Result<RemainingLimits, Error> {
     LEFT.get().ok_or_else(|| exhausted("no rendering has begun"))
 }
 
@@ -98,7 +98,7 @@ fn left() -> Result<Left, Error> {
 fn spend(bytes: usize) -> Result<(), Error> {
     let left = left()?;
     let bytes = left.bytes.checked_sub(bytes).ok_or_else(|| exhausted("the template makes too much text"))?;
-    LEFT.set(Some(Left { bytes, ..left }));
+    LEFT.set(Some(RemainingLimits { bytes, ..left }));
     python::set_text_max(bytes);
     Ok(())
 }
@@ -118,7 +118,7 @@ fn spend_member(value: &Value) -> Result<(), Error> {
     let weight = weight(value)?;
     let left = left()?;
     let members = left.members.checked_sub(weight).ok_or_else(|| exhausted("the template keeps too much text"))?;
-    LEFT.set(Some(Left { members, ..left }));
+    LEFT.set(Some(RemainingLimits { members, ..left }));
     Ok(())
 }
 
@@ -129,7 +129,7 @@ pub(super) fn tick() -> Result<(), Error> {
 fn visit() -> Result<(), Error> {
     let left = left()?;
     let visits = left.visits.checked_sub(1).ok_or_else(|| exhausted("the template makes too many values"))?;
-    LEFT.set(Some(Left { visits, ..left }));
+    LEFT.set(Some(RemainingLimits { visits, ..left }));
     if visits % 1024 == 0 { tick() } else { Ok(()) }
 }
 

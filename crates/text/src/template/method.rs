@@ -23,7 +23,7 @@ pub(super) fn call(state: &mut State<'_, '_>, value: &Value, method: &str, args:
 
 /// The filter `trim`.
 pub(super) fn trim(value: &Value, chars: Option<&str>) -> String {
-    strip(&super::python::str(value), chars, true, true).to_owned()
+    strip(&super::python::str(value), chars).to_owned()
 }
 
 fn list(value: &Value, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
@@ -47,9 +47,9 @@ fn string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Err
     let chars = || from_args::<(Option<&str>,)>(args).map(|(chars,)| chars);
     let parts = |parts: [&str; 3]| Value::from(Tuple::from(parts.map(Value::from)));
     Ok(Some(match method {
-        "strip" => strip(text, chars()?, true, true).into(),
-        "lstrip" => strip(text, chars()?, true, false).into(),
-        "rstrip" => strip(text, chars()?, false, true).into(),
+        "strip" => strip(text, chars()?).into(),
+        "lstrip" => text.trim_start_matches(stripped(chars()?)).into(),
+        "rstrip" => text.trim_end_matches(stripped(chars()?)).into(),
         "removeprefix" => text.strip_prefix(one()?).unwrap_or(text).into(),
         "removesuffix" => text.strip_suffix(one()?).unwrap_or(text).into(),
         "split" => split(text, args, Side::Left)?,
@@ -94,10 +94,13 @@ fn string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Err
     }))
 }
 
-fn strip<'a>(text: &'a str, chars: Option<&str>, start: bool, end: bool) -> &'a str {
-    let stripped = |char: char| chars.map_or_else(|| is_space(char), |chars| chars.contains(char));
-    let text = if start { text.trim_start_matches(stripped) } else { text };
-    if end { text.trim_end_matches(stripped) } else { text }
+fn strip<'a>(text: &'a str, chars: Option<&str>) -> &'a str {
+    text.trim_start_matches(stripped(chars)).trim_end_matches(stripped(chars))
+}
+
+/// Returns whether a character is one of these or, without them, a space.
+fn stripped(chars: Option<&str>) -> impl Fn(char) -> bool {
+    move |char| chars.map_or_else(|| is_space(char), |chars| chars.contains(char))
 }
 
 /// The side of the text at which a split with `maxsplit` begins.
@@ -135,7 +138,7 @@ fn reversed<'a>(parts: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
 fn words(text: &str, max: usize, side: Side) -> Vec<&str> {
     let (left, mut rest, mut words) = (side == Side::Left, text, Vec::new());
     loop {
-        rest = strip(rest, None, left, !left);
+        rest = if left { rest.trim_start_matches(is_space) } else { rest.trim_end_matches(is_space) };
         if rest.is_empty() {
             break;
         }

@@ -20,15 +20,15 @@ struct Merge {
 
 /// Memory that is used again for each word.
 #[derive(Default)]
-pub(super) struct Scratch {
-    parts: Vec<Part>,
+pub(super) struct BpeScratch {
+    parts: Vec<WordPart>,
     /// Pairs of neighbours, as rank and index of the left one. A pair is outdated if the part's own rank is another.
     pairs: BinaryHeap<Reverse<(u32, u32)>>,
 }
 
 /// A token of the word so far.
 #[derive(Clone, Copy)]
-struct Part {
+struct WordPart {
     id: TokenId,
     before: u32,
     after: u32,
@@ -53,7 +53,7 @@ impl Bpe {
         let merges = (0..).zip(merges).map(|(rank, (pair, id))| (pair, Merge { rank, id })).collect();
         let mut bpe = Self { words: HashMap::default(), bytes, merges };
         if !whole_words {
-            let (mut scratch, mut ids) = (Scratch::default(), Vec::new());
+            let (mut scratch, mut ids) = (BpeScratch::default(), Vec::new());
             words.retain(|word, id| {
                 ids.clear();
                 bpe.merge(word, &mut scratch, &mut ids);
@@ -70,18 +70,18 @@ impl Bpe {
     }
 
     /// Appends the ids of a word.
-    pub(super) fn encode(&self, word: &[u8], scratch: &mut Scratch, ids: &mut Vec<TokenId>) {
+    pub(super) fn encode(&self, word: &[u8], scratch: &mut BpeScratch, ids: &mut Vec<TokenId>) {
         match self.words.get(word) {
             Some(id) => ids.push(*id),
             None => self.merge(word, scratch, ids),
         }
     }
 
-    fn merge(&self, word: &[u8], Scratch { parts, pairs }: &mut Scratch, ids: &mut Vec<TokenId>) {
+    fn merge(&self, word: &[u8], BpeScratch { parts, pairs }: &mut BpeScratch, ids: &mut Vec<TokenId>) {
         parts.clear();
         pairs.clear();
         let known = word.iter().filter_map(|byte| self.bytes[usize::from(*byte)]);
-        parts.extend((0..).zip(known).map(|(index, id): (u32, TokenId)| Part {
+        parts.extend((0..).zip(known).map(|(index, id): (u32, TokenId)| WordPart {
             id,
             before: index.wrapping_sub(1),
             after: index + 1,
@@ -93,7 +93,7 @@ impl Bpe {
             self.pair(parts, pairs, left as u32 - 1);
         }
         while let Some(Reverse((rank, left))) = pairs.pop() {
-            let Part { before, after: right, merge, .. } = parts[left as usize];
+            let WordPart { before, after: right, merge, .. } = parts[left as usize];
             if merge.rank != rank {
                 continue;
             }
@@ -118,8 +118,8 @@ impl Bpe {
     }
 
     /// Finds the merge of a part with the next one.
-    fn pair(&self, parts: &mut [Part], pairs: &mut BinaryHeap<Reverse<(u32, u32)>>, left: u32) {
-        let Part { id, after, .. } = parts[left as usize];
+    fn pair(&self, parts: &mut [WordPart], pairs: &mut BinaryHeap<Reverse<(u32, u32)>>, left: u32) {
+        let WordPart { id, after, .. } = parts[left as usize];
         let merge = parts.get(after as usize).and_then(|right| self.merges.get(&(id, right.id))).copied().unwrap_or(NO_MERGE);
         parts[left as usize].merge = merge;
         if merge.rank != NO_RANK {

@@ -1,7 +1,7 @@
 //! Byte-level BPE without offsets: it gives the ids of Hugging Face's library, which also records where each token was in the text.
 
 use super::{
-    bpe::{Bpe, Scratch},
+    bpe::{Bpe, BpeScratch},
     library::Library,
     spelling::Spelling,
     splitter::Splitter,
@@ -42,7 +42,7 @@ impl ByteLevel {
 
     /// Appends the ids of a text.
     pub(super) fn encode(&self, text: &str, ids: &mut Vec<TokenId>) {
-        let mut scratch = Scratch::default();
+        let mut scratch = BpeScratch::default();
         let text = if self.composed { compose(text) } else { Cow::Borrowed(text) };
         self.splitter.split(&text, &mut |word| self.bpe.encode(word.as_bytes(), &mut scratch, ids));
     }

@@ -14,7 +14,7 @@ use tandem_model::TokenizerData;
 
 pub(super) struct SentencePiece {
     /// The pieces into which text may be encoded. Control tokens are not among them.
-    pieces: HashMap<Box<str>, Piece>,
+    pieces: HashMap<Box<str>, VocabularyPiece>,
     /// The tokens of single bytes, for characters that no piece has.
     bytes: [TokenId; 256],
     /// Whether a text after a special token, or at the start, gets a space before it.
@@ -22,13 +22,13 @@ pub(super) struct SentencePiece {
 }
 
 #[derive(Clone, Copy)]
-struct Piece {
+struct VocabularyPiece {
     id: TokenId,
     score: f32,
 }
 
 /// A part of the text: a piece or a single character.
-struct Part {
+struct TextPart {
     start: usize,
     /// The length of the part; 0 if the part was merged with the one before it.
     len: usize,
@@ -37,7 +37,7 @@ struct Part {
 }
 
 /// Two neighbours whose union is a piece.
-struct Pair {
+struct MergePair {
     score: f32,
     left: usize,
     right: usize,
@@ -57,7 +57,7 @@ impl SentencePiece {
             if let Some(byte) = spelling::byte(text).filter(|_| [kind::NORMAL, kind::BYTE].contains(kind)) {
                 bytes[usize::from(byte)] = Some(id);
             } else if [kind::NORMAL, kind::USER_DEFINED, kind::UNUSED].contains(kind) {
-                pieces.insert(text.as_str().into(), Piece { id, score: *score });
+                pieces.insert(text.as_str().into(), VocabularyPiece { id, score: *score });
             }
         }
         let all: Vec<TokenId> = bytes.into_iter().flatten().collect();
@@ -81,16 +81,16 @@ impl SentencePiece {
         }
     }
 
-    fn merged(&self, text: &str) -> Vec<Part> {
+    fn merged(&self, text: &str) -> Vec<TextPart> {
         let count = text.chars().count();
-        let part = |(index, (start, char)): (usize, (usize, char))| Part {
+        let part = |(index, (start, char)): (usize, (usize, char))| TextPart {
             start,
             len: char.len_utf8(),
             before: index.checked_sub(1),
             after: Some(index + 1).filter(|after| *after < count),
         };
-        let mut parts: Vec<Part> = text.char_indices().enumerate().map(part).collect();
-        let mut pairs: BinaryHeap<Pair> = (1..count).filter_map(|right| self.pair(text, &parts, right - 1, right)).collect();
+        let mut parts: Vec<TextPart> = text.char_indices().enumerate().map(part).collect();
+        let mut pairs: BinaryHeap<MergePair> = (1..count).filter_map(|right| self.pair(text, &parts, right - 1, right)).collect();
         while let Some(pair) = pairs.pop() {
             let (left, right) = (&parts[pair.left], &parts[pair.right]);
             // One of the two neighbours may have been merged since the pair was found.
@@ -111,31 +111,31 @@ impl SentencePiece {
         parts
     }
 
-    fn pair(&self, text: &str, parts: &[Part], left: usize, right: usize) -> Option<Pair> {
+    fn pair(&self, text: &str, parts: &[TextPart], left: usize, right: usize) -> Option<MergePair> {
         let len = parts[left].len + parts[right].len;
         let start = parts[left].start;
         let piece = self.pieces.get(&text[start..start + len])?;
-        Some(Pair { score: piece.score, left, right, len })
+        Some(MergePair { score: piece.score, left, right, len })
     }
 }
 
-impl Ord for Pair {
+impl Ord for MergePair {
     /// The greatest pair has the highest score. If several have the same score, it is the first of them in the text.
     fn cmp(&self, other: &Self) -> Ordering {
         self.score.total_cmp(&other.score).then(Reverse(self.left).cmp(&Reverse(other.left)))
     }
 }
 
-impl PartialOrd for Pair {
+impl PartialOrd for MergePair {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Pair {
+impl PartialEq for MergePair {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Pair {}
+impl Eq for MergePair {}

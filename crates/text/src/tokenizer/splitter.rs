@@ -14,9 +14,9 @@ const SPACES: &str = r"|\s+(?!\S)|\s+";
 const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 /// The steps of a pre-tokenizer. Each splits the parts that the steps before it have left.
-pub(super) struct Splitter(Vec<Step>);
+pub(super) struct Splitter(Vec<SplitStep>);
 
-enum Step {
+enum SplitStep {
     /// Each match is a part, and so is the text between two matches.
     Pattern(Box<Pattern>),
     /// Each numeric character is a part, and so is the text between two of them.
@@ -35,9 +35,9 @@ impl Splitter {
         let single = std::slice::from_ref(pre_tokenizer);
         let parts = if let PreTokenizerWrapper::Sequence(parts) = pre_tokenizer { parts.as_ref() } else { single };
         let (PreTokenizerWrapper::ByteLevel(last), others) = parts.split_last()? else { return None };
-        let mut steps = others.iter().map(Step::of).collect::<Option<Vec<_>>>()?;
+        let mut steps = others.iter().map(SplitStep::of).collect::<Option<Vec<_>>>()?;
         if last.use_regex {
-            steps.push(Step::Pattern(Box::new(Pattern::new(GPT_2)?)));
+            steps.push(SplitStep::Pattern(Box::new(Pattern::new(GPT_2)?)));
         }
         (!last.add_prefix_space).then_some(Self(steps))
     }
@@ -48,12 +48,12 @@ impl Splitter {
     }
 }
 
-fn split<'a>(steps: &[Step], text: &'a str, word: &mut impl FnMut(&'a str)) {
+fn split<'a>(steps: &[SplitStep], text: &'a str, word: &mut impl FnMut(&'a str)) {
     match steps.split_first() {
         _ if text.is_empty() => {}
         None => word(text),
-        Some((Step::Pattern(pattern), rest)) => pattern.split(text, &mut |part| split(rest, part, word)),
-        Some((Step::Digits, rest)) => {
+        Some((SplitStep::Pattern(pattern), rest)) => pattern.split(text, &mut |part| split(rest, part, word)),
+        Some((SplitStep::Digits, rest)) => {
             let mut last = 0;
             for (start, digit) in text.match_indices(char::is_numeric) {
                 split(rest, &text[last..start], word);
@@ -65,7 +65,7 @@ fn split<'a>(steps: &[Step], text: &'a str, word: &mut impl FnMut(&'a str)) {
     }
 }
 
-impl Step {
+impl SplitStep {
     fn of(pre_tokenizer: &PreTokenizerWrapper) -> Option<Self> {
         match pre_tokenizer {
             PreTokenizerWrapper::Digits(digits) => digits.individual_digits.then_some(Self::Digits),

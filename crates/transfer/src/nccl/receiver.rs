@@ -2,7 +2,7 @@
 //!
 //! A peer's entry is created with the ticket that names a communicator. Both ends join the communicator when that ticket's blocks have been
 //! written. The prefill worker then opens a control stream, which receives batches until the stream or the communicator ends. A
-//! [`Connection`] owns the entry all the time. Dropping it closes the communicator, removes the entry and starts the peer's backoff.
+//! [`PeerConnection`] owns the entry all the time. Dropping it closes the communicator, removes the entry and starts the peer's backoff.
 
 use super::{JOINS_MAX, LABEL};
 use crate::{
@@ -30,44 +30,44 @@ const BACKOFF_MIN: Duration = Duration::from_secs(1);
 
 /// The receiving ends of a worker's communicators. This value is cheap to clone.
 #[derive(Clone)]
-pub(crate) struct NcclReceiver(Arc<Inner>);
+pub(crate) struct NcclReceiver(Arc<NcclReceiverState>);
 
-struct Inner {
+struct NcclReceiverState {
     memory: Arc<dyn KvMemory>,
     ranks: u32,
     destination: Arc<dyn Destination>,
     backoff: PeerBackoff,
     lifetime: Lifetime,
     /// The peers, by the instance id of the prefill worker; at most [`PEERS_MAX`].
-    peers: Mutex<HashMap<String, Peer>>,
+    peers: Mutex<HashMap<String, PrefillPeer>>,
     joins: Arc<Semaphore>,
 }
 
-struct Peer {
+struct PrefillPeer {
     communicator_id: Vec<u8>,
-    state: State,
+    state: PeerState,
 }
 
-enum State {
+enum PeerState {
     /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the
     /// connection from this channel.
-    Joining(oneshot::Receiver<Connection>),
+    Joining(oneshot::Receiver<PeerConnection>),
     /// A control stream has arrived. It waits until this worker has joined the communicator.
     Claimed,
     Open,
 }
 
-/// A peer's entry in [`Inner::peers`], with the communicator once this end has joined it.
-pub(crate) struct Connection {
+/// A peer's entry in [`NcclReceiverState::peers`], with the communicator once this end has joined it.
+pub(crate) struct PeerConnection {
     receiver: NcclReceiver,
     peer: String,
     communicator_id: Vec<u8>,
     communicator: Option<Arc<dyn KvCommunicator>>,
 }
 
-impl Drop for Connection {
+impl Drop for PeerConnection {
     fn drop(&mut self) {
-        let Inner { backoff, lifetime, .. } = &*self.receiver.0;
+        let NcclReceiverState { backoff, lifetime, .. } = &*self.receiver.0;
         let entry = self.receiver.0.peers.lock().remove(&self.peer);
         backoff.fail(&self.peer);
         lifetime.shutdown.drop_elsewhere((entry, self.communicator.take()));
@@ -78,7 +78,7 @@ impl NcclReceiver {
     pub(crate) fn new(memory: Arc<dyn KvMemory>, destination: Arc<dyn Destination>, lifetime: Lifetime) -> Option<Self> {
         let (ranks, backoff) = (memory.nccl_ranks(), PeerBackoff::new(BACKOFF_MIN));
         let (peers, joins) = (Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
-        (ranks > 0).then(|| Self(Arc::new(Inner { memory, ranks, destination, backoff, lifetime, peers, joins })))
+        (ranks > 0).then(|| Self(Arc::new(NcclReceiverState { memory, ranks, destination, backoff, lifetime, peers, joins })))
     }
 
     /// Adds an entry for a peer. Returns `None` if the peer has an entry already, if there are too many peers, or if too many communicators
@@ -90,21 +90,21 @@ impl NcclReceiver {
         }
         let permit = Arc::clone(&self.0.joins).try_acquire_owned().ok()?;
         let (joined, connection) = oneshot::channel();
-        peers.insert(peer.to_owned(), Peer { communicator_id: Vec::new(), state: State::Joining(connection) });
+        peers.insert(peer.to_owned(), PrefillPeer { communicator_id: Vec::new(), state: PeerState::Joining(connection) });
         let (receiver, peer) = (self.clone(), peer.to_owned());
-        let connection = Connection { receiver, peer, communicator_id: Vec::new(), communicator: None };
+        let connection = PeerConnection { receiver, peer, communicator_id: Vec::new(), communicator: None };
         Some(Joining { connection, joined, permit })
     }
 
     /// Waits until this end has joined the communicator, and returns the connection for a control stream. Returns `None` if no ticket has
     /// named the communicator, if it already has a control stream, or if joining failed.
-    pub(crate) async fn claim(&self, communicator_id: &[u8]) -> Option<Connection> {
+    pub(crate) async fn claim(&self, communicator_id: &[u8]) -> Option<PeerConnection> {
         let joining = {
             let mut peers = self.0.peers.lock();
             let mut named = peers.values_mut().filter(|peer| !peer.communicator_id.is_empty());
             let peer = named.find(|peer| peer.communicator_id == communicator_id)?;
-            match std::mem::replace(&mut peer.state, State::Claimed) {
-                State::Joining(connection) => connection,
+            match std::mem::replace(&mut peer.state, PeerState::Claimed) {
+                PeerState::Joining(connection) => connection,
                 claimed => {
                     peer.state = claimed;
                     return None;
@@ -116,7 +116,7 @@ impl NcclReceiver {
             () = self.0.lifetime.shutdown.draining() => return None,
         };
         if let Some(peer) = self.0.peers.lock().get_mut(&connection.peer) {
-            peer.state = State::Open;
+            peer.state = PeerState::Open;
         }
         Some(connection)
     }
@@ -129,7 +129,7 @@ impl ReceivePath for NcclReceiver {
         if capabilities.nccl_ranks != self.0.ranks {
             return Decision::Unavailable;
         }
-        if let Some(Peer { communicator_id, state: State::Open }) = self.0.peers.lock().get(peer) {
+        if let Some(PrefillPeer { communicator_id, state: PeerState::Open }) = self.0.peers.lock().get(peer) {
             (ticket.path, ticket.communicator) = (TransferPath::Nccl.into(), communicator_id.clone());
             return Decision::Accepted { label: LABEL, grant: None };
         }
@@ -158,8 +158,8 @@ impl ReceivePath for NcclReceiver {
 
 /// A communicator that a ticket names and that this end has not joined yet.
 struct Joining {
-    connection: Connection,
-    joined: oneshot::Sender<Connection>,
+    connection: PeerConnection,
+    joined: oneshot::Sender<PeerConnection>,
     permit: OwnedSemaphorePermit,
 }
 
@@ -174,7 +174,7 @@ impl Joining {
     async fn join(self) {
         let Self { mut connection, joined, permit } = self;
         let (receiver, peer, id) = (connection.receiver.clone(), connection.peer.clone(), connection.communicator_id.clone());
-        let Inner { memory, lifetime, peers, .. } = &*receiver.0;
+        let NcclReceiverState { memory, lifetime, peers, .. } = &*receiver.0;
         let memory = Arc::clone(memory);
         let joining = spawn_blocking(move || {
             // The permit is held by the thread, which may run longer than the task that waits for it.
@@ -207,18 +207,18 @@ impl Joining {
         }
         let unclaimed = {
             let mut peers = peers.lock();
-            let joining = |peer: &&mut Peer| peer.communicator_id == id && matches!(peer.state, State::Joining(_));
-            peers.get_mut(&peer).filter(joining).map(|peer| std::mem::replace(&mut peer.state, State::Claimed))
+            let joining = |peer: &&mut PrefillPeer| peer.communicator_id == id && matches!(peer.state, PeerState::Joining(_));
+            peers.get_mut(&peer).filter(joining).map(|peer| std::mem::replace(&mut peer.state, PeerState::Claimed))
         };
         drop(unclaimed);
     }
 }
 
-impl Connection {
+impl PeerConnection {
     /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and
     /// discarded. Returns `None` if the communicator is broken.
     pub(crate) async fn receive(&self, ticket: Ticket, block_indices: Vec<u32>) -> Option<bool> {
-        let Inner { destination, backoff, lifetime, .. } = &*self.receiver.0;
+        let NcclReceiverState { destination, backoff, lifetime, .. } = &*self.receiver.0;
         let (communicator, count) = (self.communicator.clone()?, block_indices.len());
         let write = destination.begin_write(ticket, block_indices).await;
         let receiving = move || match write {

@@ -17,7 +17,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-struct Batch {
+struct BlockBatch {
     ticket: Ticket,
     blocks: Vec<ReadyBlock>,
     written: oneshot::Sender<bool>,
@@ -26,7 +26,7 @@ struct Batch {
 /// Sends one ticket's blocks over a communicator. Each call of `send` queues one batch of blocks.
 pub(crate) struct NcclPath {
     ticket: Ticket,
-    batches: mpsc::Sender<Batch>,
+    batches: mpsc::Sender<BlockBatch>,
 }
 
 #[tonic::async_trait]
@@ -41,7 +41,7 @@ impl SendPath for NcclPath {
 
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
         let (written, reply) = oneshot::channel();
-        let batch = Batch { ticket: self.ticket, blocks, written };
+        let batch = BlockBatch { ticket: self.ticket, blocks, written };
         self.batches.send(batch).await.map_err(|_| TransferError::Closed(None))?;
         match reply.await {
             Ok(true) => Ok(Progress::Sent),
@@ -63,26 +63,26 @@ impl SendPath for NcclPath {
 
 /// The sending ends of a worker's communicators. This value is cheap to clone.
 #[derive(Clone)]
-pub(crate) struct NcclSender(Arc<Inner>);
+pub(crate) struct NcclSender(Arc<NcclSenderState>);
 
-struct Inner {
+struct NcclSenderState {
     memory: Arc<dyn KvMemory>,
     channels: Channels,
     lifetime: Lifetime,
     /// The peers, by the decode worker's address. There are at most [`PEERS_MAX`], because each communicator occupies GPU memory.
-    peers: Mutex<HashMap<String, Peer>>,
+    peers: Mutex<HashMap<String, DecodePeer>>,
     joins: Arc<Semaphore>,
 }
 
-struct Peer {
+struct DecodePeer {
     communicator_id: Vec<u8>,
-    batches: Option<mpsc::Sender<Batch>>,
+    batches: Option<mpsc::Sender<BlockBatch>>,
 }
 
 impl NcclSender {
     pub(crate) fn new(memory: Arc<dyn KvMemory>, channels: Channels, lifetime: Lifetime) -> Self {
         let (peers, joins) = (Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
-        Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
+        Self(Arc::new(NcclSenderState { memory, channels, lifetime, peers, joins }))
     }
 
     pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
@@ -128,33 +128,33 @@ impl NcclSender {
         });
     }
 
-    fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Connection> {
+    fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<JoinedPeer> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(address) {
             return None;
         }
-        peers.insert(address.to_owned(), Peer { communicator_id: communicator_id.to_vec(), batches: None });
-        Some(Connection { sender: self.clone(), address: address.to_owned(), communicator: None })
+        peers.insert(address.to_owned(), DecodePeer { communicator_id: communicator_id.to_vec(), batches: None });
+        Some(JoinedPeer { sender: self.clone(), address: address.to_owned(), communicator: None })
     }
 }
 
 /// This end of a peer's communicator, once it is joined. Dropping it closes the communicator and removes the peer's entry from
-/// [`Inner::peers`].
-struct Connection {
+/// [`NcclSenderState::peers`].
+struct JoinedPeer {
     sender: NcclSender,
     address: String,
     communicator: Option<Arc<dyn KvCommunicator>>,
 }
 
-impl Drop for Connection {
+impl Drop for JoinedPeer {
     fn drop(&mut self) {
-        let Inner { peers, lifetime, .. } = &*self.sender.0;
+        let NcclSenderState { peers, lifetime, .. } = &*self.sender.0;
         peers.lock().remove(&self.address);
         lifetime.shutdown.drop_elsewhere(self.communicator.take());
     }
 }
 
-impl Connection {
+impl JoinedPeer {
     async fn serve(&self, communicator_id: Vec<u8>) -> String {
         let Self { sender, address, .. } = self;
         let Ok(channel) = sender.0.channels.to(address) else { return "the decode worker's address is invalid".to_owned() };
@@ -179,7 +179,9 @@ impl Connection {
                 }
                 () = sender.0.lifetime.drained.clone() => return "this worker has drained".to_owned(),
             };
-            let Some(Batch { ticket, blocks, written }) = batch else { return "the communicator is no longer in use".to_owned() };
+            let Some(BlockBatch { ticket, blocks, written }) = batch else {
+                return "the communicator is no longer in use".to_owned();
+            };
             if written.is_closed() {
                 continue;
             }

@@ -1,12 +1,12 @@
 //! A member as a candidate for a placement.
 
-use super::{Member, Prefix};
+use super::{Member, MemberPrefix};
 use crate::{rates::Measurement, route::Candidate, settings::Costs};
 use tokio::time::Instant;
 
 impl Member {
     /// Returns the member as a candidate for a placement. The older its measurements are, the less weight they have.
-    pub(in crate::cluster) fn candidate(&self, prefix: Prefix, excluded: bool, now: Instant, costs: &Costs) -> Candidate {
+    pub(in crate::cluster) fn candidate(&self, prefix: MemberPrefix, excluded: bool, now: Instant, costs: &Costs) -> Candidate {
         let Self { load, bookings, info, measured, .. } = self;
         let weight = |at: Instant| Measurement::weight(now.duration_since(at), costs);
         let (prefilled, decoded) = (weight(self.prefilled_at), weight(self.decoded_at));

@@ -1,8 +1,9 @@
 //! Tests of membership: which workers may join, and how their events and measurements are recorded.
 
 use super::*;
-use crate::cluster::members::Prefix;
+use crate::cluster::members::MemberPrefix;
 use std::time::Duration;
+use tandem_proto::v1::UnavailableWorker;
 
 #[test]
 fn worker_that_differs_from_the_first_member_of_its_model_cannot_join() {
@@ -103,7 +104,8 @@ fn short_prefills_do_not_refresh_an_old_rate() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let id = scenario.member("p0");
     let weight = |scenario: &Scenario| {
-        let candidate = scenario.state.members.get(id).candidate(Prefix::default(), false, Instant::now(), &Costs::default());
+        let candidate =
+            scenario.state.members.get(id).candidate(MemberPrefix::default(), false, Instant::now(), &Costs::default());
         candidate.prefill_tokens_per_second.expect("the prefill rate is measured").weight
     };
     let report = |scenario: &mut Scenario, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
@@ -133,11 +135,16 @@ fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
     };
     list(&mut scenario);
     let reason = |scenario: &Scenario| scenario.state.unavailable_reason().unwrap_or_default();
+    let unavailable = |address: &str, reason: &str, incompatible| UnavailableWorker {
+        address: address.to_owned(),
+        reason: reason.to_owned(),
+        incompatible,
+    };
     assert!(reason(&scenario).contains("0 of 3"), "{}", reason(&scenario));
     scenario.join(info(worker_info::Role::Decode, "d0")).expect("the worker agrees with the other members");
-    scenario.state.update_unavailable(|workers| workers.insert("host:2", "cannot be reached".to_owned(), false));
+    scenario.state.update_unavailable(|workers| workers.insert(unavailable("host:2", "cannot be reached", false)));
     assert!(scenario.state.unavailable.is_starting() && reason(&scenario).contains("1 of 3"), "{}", reason(&scenario));
-    scenario.state.update_unavailable(|workers| workers.insert("host:3", "another model".to_owned(), true));
+    scenario.state.update_unavailable(|workers| workers.insert(unavailable("host:3", "another model", true)));
     assert_eq!((scenario.state.unavailable.is_starting(), scenario.state.unavailable_reason()), (false, None));
     assert!(
         scenario.recorder.render().contains("tandem_router_index_complete_ratio 0.3333333333333333"),

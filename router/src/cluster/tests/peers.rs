@@ -20,23 +20,23 @@ struct Replica {
 }
 
 impl Replica {
-    fn open(to: &mut State) -> Self {
+    fn open(to: &mut ClusterState) -> Self {
         Self { known: None, sent: VecDeque::new(), receiver: PeerReceiver::new(1_000), peer: to.add_peer("router:1") }
     }
 
-    fn reopen(&mut self, to: &mut State) {
+    fn reopen(&mut self, to: &mut ClusterState) {
         to.remove_peer(self.peer);
         *self = Self::open(to);
     }
 
-    fn send(&mut self, from: &State) {
+    fn send(&mut self, from: &ClusterState) {
         let (messages, last) = from.bookings.messages(self.known, &from.members);
         self.known = Some(last);
         self.sent.extend(messages.into_iter().map(|message| reply(&from.instance_id, message)));
     }
 
     /// Delivers the next message. After a gap the full state is requested again.
-    fn deliver(&mut self, to: &mut State) {
+    fn deliver(&mut self, to: &mut ClusterState) {
         let Some(reply) = self.sent.pop_front() else { return };
         match self.receiver.take(reply) {
             Ok(update) => to.update_peer(self.peer, update),
@@ -50,7 +50,7 @@ impl Replica {
         self.sent.pop_front_if(|reply| matches!(reply.message, Some(Message::Changes(_))));
     }
 
-    fn settle(&mut self, from: &State, to: &mut State) {
+    fn settle(&mut self, from: &ClusterState, to: &mut ClusterState) {
         for _ in 0..3 {
             self.send(from);
             while !self.sent.is_empty() {

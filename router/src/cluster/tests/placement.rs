@@ -36,7 +36,7 @@ async fn decode_worker_is_known_to_spend_time_on_the_prompts_that_were_placed_on
             scenario.state.release(booking);
             tokio::time::advance(std::time::Duration::from_secs(2)).await;
         }
-        let decode = scenario.state.candidates(&[]).into_iter().find(|candidate| candidate.role == Role::Decode);
+        let decode = scenario.state.candidates(&[]).into_iter().find(|candidate| candidate.role == WorkerRole::Decode);
         let share = decode.expect("it is a member").local_share;
         assert!((share - expected).abs() < 0.03, "{place:?}: {share}");
     }

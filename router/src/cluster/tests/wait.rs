@@ -5,12 +5,12 @@ use std::{collections::VecDeque, time::Duration};
 use tokio::time::advance;
 
 /// Two decode workers. A request to one of them is served every 50 ms.
-struct Lines {
+struct Queues {
     scenario: Scenario,
     waiting: VecDeque<BookingId>,
 }
 
-impl Lines {
+impl Queues {
     fn new() -> Self {
         Self { scenario: Scenario::with(settings(PrefillPlace::Local), 0, 2), waiting: VecDeque::new() }
     }
@@ -48,64 +48,64 @@ const SECOND: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
 async fn request_that_would_wait_too_long_is_refused_until_the_line_is_short_enough() {
-    let mut lines = Lines::new();
-    lines.add(100, &[]);
-    lines.place(Some(SECOND), [].into(), &[], 1).expect("nothing is measured yet");
+    let mut queues = Queues::new();
+    queues.add(100, &[]);
+    queues.place(Some(SECOND), [].into(), &[], 1).expect("nothing is measured yet");
     for _ in 0..80 {
-        lines.serve(1).await;
-        lines.add(1, &[]);
+        queues.serve(1).await;
+        queues.add(1, &[]);
     }
-    lines.place(Some(6 * SECOND), [].into(), &[], 1).expect("the wait is about 5 s");
-    let Err(PlacementError::Overloaded { retry_after }) = lines.place(Some(2 * SECOND), [].into(), &[], 1) else {
+    queues.place(Some(6 * SECOND), [].into(), &[], 1).expect("the wait is about 5 s");
+    let Err(PlacementError::Overloaded { retry_after }) = queues.place(Some(2 * SECOND), [].into(), &[], 1) else {
         panic!("the wait is about 5 s")
     };
     assert!((2.5..3.5).contains(&retry_after.as_secs_f64()), "{retry_after:?}");
-    let metrics = lines.scenario.recorder.render();
+    let metrics = queues.scenario.recorder.render();
     assert!(metrics.contains("tandem_router_overloaded_total 1\n"), "{metrics}");
-    lines.place(None, [].into(), &[], 2).expect("an admitted request has no limit later");
+    queues.place(None, [].into(), &[], 2).expect("an admitted request has no limit later");
     let served = (retry_after.as_secs_f64() * 20.0) as usize;
-    lines.serve(served / 2).await;
-    lines.place(Some(2 * SECOND), [].into(), &[], 1).expect_err("only half of the time has passed");
-    lines.serve(served - served / 2 + 4).await;
-    lines.place(Some(2 * SECOND), [].into(), &[], 1).expect("the line has become shorter");
-    while let Some(booking) = lines.waiting.pop_front() {
-        lines.scenario.state.release(booking);
+    queues.serve(served / 2).await;
+    queues.place(Some(2 * SECOND), [].into(), &[], 1).expect_err("only half of the time has passed");
+    queues.serve(served - served / 2 + 4).await;
+    queues.place(Some(2 * SECOND), [].into(), &[], 1).expect("the queue has become shorter");
+    while let Some(booking) = queues.waiting.pop_front() {
+        queues.scenario.state.release(booking);
     }
-    lines.scenario.assert_idle();
+    queues.scenario.assert_idle();
 }
 
 #[tokio::test(start_paused = true)]
 async fn request_is_placed_on_another_worker_if_only_the_cheapest_one_has_a_long_line() {
-    let mut lines = Lines::new();
+    let mut queues = Queues::new();
     let cached = hashes(1, 0, 62);
-    lines.scenario.stored("d0", &cached);
+    queues.scenario.stored("d0", &cached);
     for name in ["d0", "d1"] {
         let load = Load { prefill_tokens_per_second: 1e5, prefill_measurements: 1, ..Load::default() };
-        lines.scenario.reports(name, vec![], load, &[]);
+        queues.scenario.reports(name, vec![], load, &[]);
     }
-    lines.add(40, &["d1-1"]);
+    queues.add(40, &["d1-1"]);
     for _ in 0..80 {
-        lines.serve(1).await;
-        lines.add(1, &["d1-1"]);
+        queues.serve(1).await;
+        queues.add(1, &["d1-1"]);
     }
     // The worker reports that it has computed the prompts, and the requests still wait for their first tokens.
-    let all: Vec<String> = (0..=lines.scenario.requests).map(|number| format!("r{number}")).collect();
+    let all: Vec<String> = (0..=queues.scenario.requests).map(|number| format!("r{number}")).collect();
     let all: Vec<&str> = all.iter().map(String::as_str).collect();
-    lines.scenario.reports("d0", vec![], Load { prefill_tokens_per_second: 1e5, ..Load::default() }, &all);
-    assert_eq!(lines.place(None, cached.clone(), &[], 1).expect("there is no limit"), "d0");
-    assert_eq!(lines.place(Some(SECOND), cached, &[], 1).expect("the other worker has no line"), "d1");
+    queues.scenario.reports("d0", vec![], Load { prefill_tokens_per_second: 1e5, ..Load::default() }, &all);
+    assert_eq!(queues.place(None, cached.clone(), &[], 1).expect("there is no limit"), "d0");
+    assert_eq!(queues.place(Some(SECOND), cached, &[], 1).expect("the other worker has no queue"), "d1");
 }
 
 /// The worker reports this rate in tokens a second, and this number of prompt tokens in its queue.
-fn report(lines: &mut Lines, name: &str, prefill_tokens_per_second: f64, pending_prefill_tokens: u64) {
+fn report(queues: &mut Queues, name: &str, prefill_tokens_per_second: f64, pending_prefill_tokens: u64) {
     let load = Load { prefill_tokens_per_second, prefill_measurements: 1, pending_prefill_tokens, ..Load::default() };
-    let all: Vec<String> = (0..=lines.scenario.requests).map(|number| format!("r{number}")).collect();
-    lines.scenario.reports(name, vec![], load, &all.iter().map(String::as_str).collect::<Vec<_>>());
+    let all: Vec<String> = (0..=queues.scenario.requests).map(|number| format!("r{number}")).collect();
+    queues.scenario.reports(name, vec![], load, &all.iter().map(String::as_str).collect::<Vec<_>>());
 }
 
 /// Returns after which time a request is admitted that may wait for a second.
-fn retry_after(lines: &mut Lines) -> f64 {
-    match lines.place(Some(SECOND), [].into(), &[], 1) {
+fn retry_after(queues: &mut Queues) -> f64 {
+    match queues.place(Some(SECOND), [].into(), &[], 1) {
         Err(PlacementError::Overloaded { retry_after }) => retry_after.as_secs_f64(),
         other => panic!("the wait is longer than a second: {other:?}"),
     }
@@ -113,56 +113,56 @@ fn retry_after(lines: &mut Lines) -> f64 {
 
 #[tokio::test(start_paused = true)]
 async fn queue_counts_at_three_quarters_of_the_measured_rate_before_any_line_is_measured() {
-    let mut lines = Lines::new();
+    let mut queues = Queues::new();
     for name in ["d0", "d1"] {
-        report(&mut lines, name, 0.0, 30_000);
+        report(&mut queues, name, 0.0, 30_000);
     }
-    lines.place(Some(SECOND), [].into(), &[], 1).expect("no rate is measured, and no answer has ended");
-    report(&mut lines, "d0", 1_000.0, 3_000);
+    queues.place(Some(SECOND), [].into(), &[], 1).expect("no rate is measured, and no answer has ended");
+    report(&mut queues, "d0", 1_000.0, 3_000);
     // The mean rate of the other workers is assumed for d1.
-    report(&mut lines, "d1", 0.0, 6_000);
-    let seconds = retry_after(&mut lines);
+    report(&mut queues, "d1", 0.0, 6_000);
+    let seconds = retry_after(&mut queues);
     assert!((2.99..3.01).contains(&seconds), "{seconds}");
-    report(&mut lines, "d1", 0.0, 700);
-    assert_eq!(lines.place(Some(SECOND), [].into(), &[], 1).expect("the queue is short enough"), "d1");
+    report(&mut queues, "d1", 0.0, 700);
+    assert_eq!(queues.place(Some(SECOND), [].into(), &[], 1).expect("the queue is short enough"), "d1");
 }
 
 #[tokio::test(start_paused = true)]
 async fn request_to_a_full_worker_waits_until_an_answer_ends() {
-    let mut lines = Lines { scenario: Scenario::new(settings(PrefillPlace::Local)), waiting: VecDeque::new() };
+    let mut queues = Queues { scenario: Scenario::new(settings(PrefillPlace::Local)), waiting: VecDeque::new() };
     let full = WorkerInfo { sequences_max: 2, ..info(worker_info::Role::Decode, "d0") };
-    lines.scenario.join(full).expect("the worker is the first one");
-    let begin = |lines: &mut Lines| {
-        lines.add(1, &[]);
-        let booking = lines.waiting.pop_front().expect("the request was placed");
-        lines.scenario.state.on_first_token(booking);
-        lines.scenario.state.on_prefilled(booking, Some(0));
+    queues.scenario.join(full).expect("the worker is the first one");
+    let begin = |queues: &mut Queues| {
+        queues.add(1, &[]);
+        let booking = queues.waiting.pop_front().expect("the request was placed");
+        queues.scenario.state.on_first_token(booking);
+        queues.scenario.state.on_prefilled(booking, Some(0));
         booking
     };
     // The first answer has 100 tokens in 10 s, so later ones are expected to take as long.
-    let measured = begin(&mut lines);
+    let measured = begin(&mut queues);
     advance(10 * SECOND).await;
-    lines.scenario.state.on_answered(measured, 100);
-    lines.scenario.state.release(measured);
-    let first = begin(&mut lines);
+    queues.scenario.state.on_answered(measured, 100);
+    queues.scenario.state.release(measured);
+    let first = begin(&mut queues);
     advance(2 * SECOND).await;
-    let second = begin(&mut lines);
-    let seconds = retry_after(&mut lines);
+    let second = begin(&mut queues);
+    let seconds = retry_after(&mut queues);
     assert!((6.9..7.1).contains(&seconds), "the first of the two answers ends after 8 s, not {} s", seconds + 1.0);
-    lines.scenario.state.release(first);
-    lines.place(Some(SECOND), [].into(), &[], 1).expect("a place is free");
-    lines.scenario.state.release(second);
+    queues.scenario.state.release(first);
+    queues.place(Some(SECOND), [].into(), &[], 1).expect("a place is free");
+    queues.scenario.state.release(second);
 }
 
 #[tokio::test(start_paused = true)]
 async fn request_that_has_waited_for_its_limit_is_placed_again_only_where_it_hardly_waits() {
-    let mut lines = Lines::new();
-    // A line on d0 does not move. The request has waited there.
-    lines.add(4, &["d1-1"]);
+    let mut queues = Queues::new();
+    // A queue on d0 does not move. The request has waited there.
+    queues.add(4, &["d1-1"]);
     advance(10 * SECOND).await;
     let excluded = Excluded { failed: ["d0-1".into()].into(), ..Excluded::default() };
-    let request = PlacementRequest { max_wait: None, ..lines.scenario.request(1_001, [].into()) };
-    let state = &mut lines.scenario.state;
+    let request = PlacementRequest { max_wait: None, ..queues.scenario.request(1_001, [].into()) };
+    let state = &mut queues.scenario.state;
     let refused = state.place_at_once(&request, None, Some(10 * SECOND));
     assert!(matches!(refused, Err(PlacementError::Overloaded { .. })), "{refused:?}");
     let (booking, placement) = state.place_at_once(&request, Some((&excluded, 2)), Some(10 * SECOND)).expect("d1 is idle");
@@ -175,6 +175,6 @@ async fn request_that_has_waited_for_its_limit_is_placed_again_only_where_it_har
     };
     assert_eq!(retry_after, 2 * SECOND);
     state.release(booking);
-    let metrics = lines.scenario.recorder.render();
+    let metrics = queues.scenario.recorder.render();
     assert!(metrics.contains("tandem_router_overloaded_total 2\n"), "{metrics}");
 }

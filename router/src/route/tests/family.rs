@@ -86,7 +86,7 @@ proptest! {
         let costs = costs_by_use(&*policy(PolicyKind::KvAware), &Costs::default(), ByRole::default(), &query, &one_family, placement);
         let pairs = |is_one: &dyn Fn(&Candidate) -> bool| {
             let of_role = |role| workers.iter().enumerate().filter(move |(_, worker)| worker.role == role && is_one(worker));
-            let all = of_role(Role::Decode).flat_map(|(decode, to)| of_role(Role::Prefill).map(move |from| (decode, to, from)));
+            let all = of_role(WorkerRole::Decode).flat_map(|(decode, to)| of_role(WorkerRole::Prefill).map(move |from| (decode, to, from)));
             let pairs = all.filter(|(_, to, (_, from))| to.family.is_some() && to.family == from.family);
             pairs.map(|(decode, _, (prefill, _))| (decode, Some(prefill))).collect::<Vec<_>>()
         };
@@ -100,7 +100,7 @@ proptest! {
         let is_eligible = |worker: &Candidate| !worker.excluded && worker.tokens_max >= 100;
         let mut choices = pairs(&is_eligible);
         if !remote_only {
-            let decode = workers.iter().enumerate().filter(|(_, worker)| worker.role == Role::Decode && is_eligible(worker));
+            let decode = workers.iter().enumerate().filter(|(_, worker)| worker.role == WorkerRole::Decode && is_eligible(worker));
             let mut local: Vec<_> = decode.map(|(at, _)| (at, None)).collect();
             // If no decode worker is eligible, `choices` has no pair either.
             choices.append(&mut local);
@@ -116,13 +116,13 @@ proptest! {
                 let fits = |worker: &Candidate| worker.tokens_max >= 100;
                 let (any_pair, any_fitting) = match remote_only {
                     true => (!pairs(&|_| true).is_empty(), !pairs(&fits).is_empty()),
-                    false => (true, workers.iter().any(|worker| worker.role == Role::Decode && fits(worker))),
+                    false => (true, workers.iter().any(|worker| worker.role == WorkerRole::Decode && fits(worker))),
                 };
                 let expected = match error {
-                    NoEligibleWorker::NoDecodeWorker => !has(Role::Decode),
-                    NoEligibleWorker::NoPrefillWorker => remote_only && has(Role::Decode) && !has(Role::Prefill),
-                    NoEligibleWorker::NoCommonFamily => has(Role::Decode) && has(Role::Prefill) && !any_pair,
-                    NoEligibleWorker::PromptTooLong => has(Role::Decode) && any_pair && !any_fitting,
+                    NoEligibleWorker::NoDecodeWorker => !has(WorkerRole::Decode),
+                    NoEligibleWorker::NoPrefillWorker => remote_only && has(WorkerRole::Decode) && !has(WorkerRole::Prefill),
+                    NoEligibleWorker::NoCommonFamily => has(WorkerRole::Decode) && has(WorkerRole::Prefill) && !any_pair,
+                    NoEligibleWorker::PromptTooLong => has(WorkerRole::Decode) && any_pair && !any_fitting,
                     NoEligibleWorker::AllFailed => any_fitting,
                 };
                 prop_assert!(expected, "{error}");

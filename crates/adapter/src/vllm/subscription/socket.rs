@@ -2,7 +2,7 @@
 
 use super::{
     SubscriptionSettings,
-    zmtp::{Connection, SocketError, in_time},
+    zmtp::{SocketError, ZmtpConnection, in_time},
 };
 use bytes::Bytes;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use std::time::Duration;
 const END: u64 = u64::MAX;
 
 pub(super) struct Live {
-    connection: Connection,
+    connection: ZmtpConnection,
     topic: String,
 }
 
@@ -19,7 +19,7 @@ impl Live {
     pub async fn connect(settings: &SubscriptionSettings) -> Result<Self, SocketError> {
         let topic = settings.topic.clone();
         let subscribe = [b"\x01", topic.as_bytes()].concat();
-        let connection = Connection::open(&settings.endpoint, "SUB", &[&subscribe], settings.timeout).await?;
+        let connection = ZmtpConnection::open(&settings.endpoint, "SUB", &[&subscribe], settings.timeout).await?;
         Ok(Self { connection, topic })
     }
 
@@ -41,15 +41,15 @@ impl Live {
     }
 }
 
-pub(super) struct Replay {
-    connection: Connection,
+pub(super) struct EventReplay {
+    connection: ZmtpConnection,
     limit: Duration,
 }
 
-impl Replay {
+impl EventReplay {
     pub async fn request(settings: &SubscriptionSettings, from: u64) -> Result<Self, SocketError> {
         let (endpoint, limit) = (settings.replay_endpoint.as_deref().ok_or(SocketError::Closed)?, settings.timeout);
-        let connection = Connection::open(endpoint, "DEALER", &[b"", &from.to_be_bytes()], limit).await?;
+        let connection = ZmtpConnection::open(endpoint, "DEALER", &[b"", &from.to_be_bytes()], limit).await?;
         Ok(Self { connection, limit })
     }
 

@@ -25,7 +25,7 @@ const COMMAND: u8 = 4;
 
 /// The address of a ZMQ peer.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Endpoint {
+pub(super) enum ZmtpEndpoint {
     Tcp(String, u16),
     Ipc(PathBuf),
 }
@@ -38,7 +38,7 @@ pub struct InvalidEndpoint(pub String);
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SocketError {
     #[error(transparent)]
-    Endpoint(#[from] InvalidEndpoint),
+    ZmtpEndpoint(#[from] InvalidEndpoint),
     #[error(transparent)]
     Io(#[from] io::Error),
     #[error("the engine does not answer in time")]
@@ -55,7 +55,7 @@ pub(super) enum SocketError {
     Protocol,
 }
 
-impl FromStr for Endpoint {
+impl FromStr for ZmtpEndpoint {
     type Err = InvalidEndpoint;
 
     /// Reads an endpoint. vLLM's own settings may have the host `*`, to which only a server can bind.
@@ -76,7 +76,7 @@ impl FromStr for Endpoint {
 trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
-pub(super) struct Connection {
+pub(super) struct ZmtpConnection {
     io: Box<dyn Io>,
     received: BytesMut,
     unsent: BytesMut,
@@ -89,13 +89,13 @@ struct Frame {
     body: Bytes,
 }
 
-impl Connection {
+impl ZmtpConnection {
     /// Connects to a peer as a socket of this type, and sends a first message.
     pub async fn open(endpoint: &str, role: &str, first: &[&[u8]], limit: Duration) -> Result<Self, SocketError> {
         in_time(limit, async {
             let io: Box<dyn Io> = match endpoint.parse()? {
-                Endpoint::Tcp(host, port) => Box::new(TcpStream::connect((host.as_str(), port)).await?),
-                Endpoint::Ipc(path) => Box::new(UnixStream::connect(path).await?),
+                ZmtpEndpoint::Tcp(host, port) => Box::new(TcpStream::connect((host.as_str(), port)).await?),
+                ZmtpEndpoint::Ipc(path) => Box::new(UnixStream::connect(path).await?),
             };
             Self::greet(io, role, first).await
         })
@@ -225,7 +225,7 @@ mod tests {
         peer.write_all(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB").await.unwrap();
         peer.write_all(bytes).await.unwrap();
         peer.shutdown().await.unwrap();
-        let mut connection = Connection::greet(Box::new(client), "SUB", &[b"\x01kv"]).await.unwrap();
+        let mut connection = ZmtpConnection::greet(Box::new(client), "SUB", &[b"\x01kv"]).await.unwrap();
         let message = connection.next().await;
         drop(connection);
         let mut received = Vec::new();
@@ -275,7 +275,7 @@ mod tests {
     #[test]
     fn only_endpoints_that_a_client_can_connect_to_are_accepted() {
         for valid in ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://engine-0.example:5557", "ipc:///run/vllm/events"] {
-            valid.parse::<Endpoint>().expect(valid);
+            valid.parse::<ZmtpEndpoint>().expect(valid);
         }
         for invalid in [
             "",
@@ -287,7 +287,7 @@ mod tests {
             "http://a:1",
             "ipc://*",
         ] {
-            assert_eq!(invalid.parse::<Endpoint>(), Err(InvalidEndpoint(invalid.to_owned())), "{invalid}");
+            assert_eq!(invalid.parse::<ZmtpEndpoint>(), Err(InvalidEndpoint(invalid.to_owned())), "{invalid}");
         }
     }
 }

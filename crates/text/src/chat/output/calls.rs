@@ -3,7 +3,7 @@
 use super::{
     ToolCallParser, ToolFormat,
     format::After,
-    json::{End, Scanner, Start},
+    json::{Scanner, Start, ValueEnd},
     piece::Pieces,
     reasoning::partial_suffix,
 };
@@ -19,7 +19,7 @@ pub(super) struct Calls {
     model: ToolCallParser,
     parser: ToolCallParser,
     tools: Arc<Tools>,
-    state: State,
+    state: CallState,
     /// The text that was received and is not processed yet.
     held: String,
     /// Line feeds at the end of the content. They are dropped if a call follows, because templates write them again.
@@ -31,10 +31,11 @@ pub(super) struct Calls {
     begun: bool,
     /// Whether the latest piece was a call.
     follows_call: bool,
+    is_ended: bool,
 }
 
 #[derive(Clone, Debug)]
-enum State {
+enum CallState {
     Text,
     /// The text in `held` may begin with a call, after an opening tag of this many bytes.
     Start {
@@ -59,13 +60,25 @@ impl Calls {
         let (parser, state) = match &tools.choice {
             ToolChoice::None => return None,
             ToolChoice::Auto if format.parser == ToolCallParser::None => return None,
-            ToolChoice::Auto => (format.parser, State::Text),
+            ToolChoice::Auto => (format.parser, CallState::Text),
             // The answer is JSON of the schema that `Tools::required_schema` returns.
-            ToolChoice::Required | ToolChoice::Named(_) => (ToolCallParser::Json, State::Text),
+            ToolChoice::Required | ToolChoice::Named(_) => (ToolCallParser::Json, CallState::Text),
         };
         let (held, specials, tools) = (String::new(), Vec::new(), Arc::clone(tools));
         let model = format.parser;
-        Some(Self { model, parser, tools, state, held, line_feeds: 0, specials, count: 0, begun: false, follows_call: false })
+        Some(Self {
+            model,
+            parser,
+            tools,
+            state,
+            held,
+            line_feeds: 0,
+            specials,
+            count: 0,
+            begun: false,
+            follows_call: false,
+            is_ended: false,
+        })
     }
 
     pub(super) fn count(&self) -> usize {
@@ -73,7 +86,7 @@ impl Calls {
     }
 
     pub(super) fn is_complete(&self) -> bool {
-        matches!(self.state, State::Complete)
+        matches!(self.state, CallState::Complete)
     }
 
     pub(super) fn opens_with(&self, tag: &str) -> bool {
@@ -83,15 +96,15 @@ impl Calls {
     pub(super) fn push(&mut self, text: &str, pieces: &mut Pieces) {
         self.held.push_str(text);
         let may_end = |byte| matches!(byte, b'}' | b'{' | b'>' | b']');
-        if !matches!(self.state, State::Start { .. }) || self.held.len() <= EAGER_BYTES_MAX || text.bytes().any(may_end) {
-            self.advance(false, pieces);
+        if !matches!(self.state, CallState::Start { .. }) || self.held.len() <= EAGER_BYTES_MAX || text.bytes().any(may_end) {
+            self.advance(pieces);
         }
     }
 
     pub(super) fn special(&mut self, name: &str, pieces: &mut Pieces) {
         match &self.state {
-            State::Text if !self.opens_with(name) => return,
-            State::Arguments { nested, .. } => self.state = State::After { nested: *nested },
+            CallState::Text if !self.opens_with(name) => return,
+            CallState::Arguments { nested, .. } => self.state = CallState::After { nested: *nested },
             _ => {}
         }
         if !self.specials.iter().any(|known| known == name) {
@@ -101,82 +114,83 @@ impl Calls {
     }
 
     pub(super) fn finish(&mut self, pieces: &mut Pieces) {
-        self.advance(true, pieces);
+        self.is_ended = true;
+        self.advance(pieces);
         if !self.follows_call {
             pieces.content(&"\n".repeat(std::mem::take(&mut self.line_feeds)));
         }
     }
 
-    fn advance(&mut self, is_end: bool, pieces: &mut Pieces) {
-        while self.step(is_end, pieces) {}
+    fn advance(&mut self, pieces: &mut Pieces) {
+        while self.step(pieces) {}
     }
 
     /// Processes a part of the text. Returns whether another part can be processed.
-    fn step(&mut self, is_end: bool, pieces: &mut Pieces) -> bool {
+    fn step(&mut self, pieces: &mut Pieces) -> bool {
         match &mut self.state {
-            State::Text => return self.text(is_end, pieces),
-            State::Start { tag } => {
+            CallState::Text => return self.text(pieces),
+            CallState::Start { tag } => {
                 let tag = *tag;
                 match self.parser.start(&self.held[tag..], &self.tools) {
-                    Start::Undecided if !is_end => return false,
+                    Start::Undecided if !self.is_ended => return false,
                     Start::Call { name, at, nested } if self.knows(&name) => {
                         self.call(name, pieces);
                         self.held.drain(..tag + at);
-                        self.state = State::Arguments { scanner: Scanner::default(), nested };
+                        self.state = CallState::Arguments { scanner: Scanner::default(), nested };
                     }
                     Start::Whole { name, arguments, end } if self.knows(&name) => {
                         let index = self.call(name, pieces);
                         pieces.arguments(index, &arguments);
                         self.held.drain(..tag + end);
-                        self.state = State::After { nested: false };
+                        self.state = CallState::After { nested: false };
                     }
                     Start::Undecided | Start::NoCall | Start::Call { .. } | Start::Whole { .. } => {
                         let tag: String = self.held.drain(..tag).collect();
                         self.content(&tag, pieces);
                         self.begun = true;
-                        self.state = State::Text;
+                        self.state = CallState::Text;
                     }
                 }
             }
-            State::Arguments { scanner, nested } => {
+            CallState::Arguments { scanner, nested } => {
                 let (end, next) = match scanner.scan(&self.held) {
-                    End::Later => (self.held.len(), None),
-                    End::Complete(end) | End::Broken(end) => (end, Some(State::After { nested: *nested })),
+                    ValueEnd::Later => (self.held.len(), None),
+                    ValueEnd::Complete(end) | ValueEnd::Broken(end) => (end, Some(CallState::After { nested: *nested })),
                 };
                 pieces.arguments(self.count - 1, &self.held[..end]);
                 self.held.drain(..end);
                 let Some(next) = next else { return false };
                 self.state = next;
             }
-            State::After { .. } if self.tools.is_one_call() => self.state = State::Complete,
-            State::After { nested } => match self.parser.after(&self.held, *nested) {
-                After::Undecided if !is_end => return false,
+            CallState::After { .. } if self.tools.is_one_call() => self.state = CallState::Complete,
+            CallState::After { nested } => match self.parser.after(&self.held, *nested) {
+                After::Undecided if !self.is_ended => return false,
                 // Only closing syntax is left in the text.
                 After::Undecided => {
                     self.held.clear();
-                    self.state = State::Text;
+                    self.state = CallState::Text;
                 }
                 After::Call(at) => {
                     self.held.drain(..at);
-                    self.state = State::Start { tag: 0 };
+                    self.state = CallState::Start { tag: 0 };
                 }
                 After::Text(at) => {
                     self.held.drain(..at);
-                    self.state = State::Text;
+                    self.state = CallState::Text;
                 }
             },
-            State::Complete => {
+            CallState::Complete => {
                 self.held.clear();
                 return false;
             }
         }
-        !self.held.is_empty() || matches!(self.state, State::After { .. })
+        !self.held.is_empty() || matches!(self.state, CallState::After { .. })
     }
 
-    fn text(&mut self, is_end: bool, pieces: &mut Pieces) -> bool {
+    fn text(&mut self, pieces: &mut Pieces) -> bool {
         if !self.begun && self.parser.has_untagged_calls() {
             let begun = self.held.trim_start();
-            if begun.is_empty() && !is_end {
+            if begun.is_empty() && !self.is_ended {
                 return false;
             }
             if begun.starts_with(['{', '[']) {
@@ -185,9 +199,9 @@ impl Calls {
                     let name = name.clone();
                     self.held.drain(..tag);
                     self.call(name, pieces);
-                    State::Arguments { scanner: Scanner::default(), nested: false }
+                    CallState::Arguments { scanner: Scanner::default(), nested: false }
                 } else {
-                    State::Start { tag }
+                    CallState::Start { tag }
                 };
                 return true;
             }
@@ -196,13 +210,13 @@ impl Calls {
         let found = opens.iter().filter_map(|tag| Some((self.held.find(tag)?, tag.len()))).min();
         let end = match found {
             Some((at, _)) => at,
-            None if is_end => self.held.len(),
+            None if self.is_ended => self.held.len(),
             None => self.held.len() - partial_suffix(&self.held, opens),
         };
         let text: String = self.held.drain(..end).collect();
         self.content(&text, pieces);
         if let Some((_, tag)) = found {
-            self.state = State::Start { tag };
+            self.state = CallState::Start { tag };
         }
         found.is_some()
     }

@@ -12,7 +12,7 @@ pub(super) struct Scanner {
 
 /// The end of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum ValueEnd {
     /// The value does not end in this text.
     Later,
     /// The value is complete and ends before this byte.
@@ -28,7 +28,7 @@ impl Scanner {
     }
 
     /// Scans the next chunk.
-    pub(super) fn scan(&mut self, chunk: &str) -> End {
+    pub(super) fn scan(&mut self, chunk: &str) -> ValueEnd {
         for (at, byte) in chunk.bytes().enumerate() {
             if self.in_text {
                 match byte {
@@ -45,14 +45,14 @@ impl Scanner {
                 b'}' | b']' => {
                     self.depth = self.depth.saturating_sub(1);
                     if self.depth == 0 {
-                        return End::Complete(at + 1);
+                        return ValueEnd::Complete(at + 1);
                     }
                 }
                 b' ' | b'\n' | b'\r' | b'\t' | b',' | b':' | b'+' | b'-' | b'.' | b'0'..=b'9' | b'a'..=b'z' | b'E' => {}
-                _ => return End::Broken(at),
+                _ => return ValueEnd::Broken(at),
             }
         }
-        End::Later
+        ValueEnd::Later
     }
 }
 
@@ -71,7 +71,7 @@ pub(super) enum Start {
 }
 
 /// The reason why [`object`] has no result yet.
-enum Stop {
+enum ObjectStop {
     Undecided,
     NoCall,
     /// The order or the types of the fields are unusual, so the object can be parsed only when it is complete.
@@ -82,18 +82,18 @@ enum Stop {
 pub(super) fn object(text: &str) -> Start {
     match usual_object(&mut Cursor { text, at: 0 }) {
         Ok(call) => call,
-        Err(Stop::Undecided) => Start::Undecided,
-        Err(Stop::NoCall) => Start::NoCall,
-        Err(Stop::Unusual) => match Scanner::default().scan(text) {
-            End::Later => Start::Undecided,
-            End::Broken(_) => Start::NoCall,
-            End::Complete(end) => whole_object(&text[..end], end).unwrap_or(Start::NoCall),
+        Err(ObjectStop::Undecided) => Start::Undecided,
+        Err(ObjectStop::NoCall) => Start::NoCall,
+        Err(ObjectStop::Unusual) => match Scanner::default().scan(text) {
+            ValueEnd::Later => Start::Undecided,
+            ValueEnd::Broken(_) => Start::NoCall,
+            ValueEnd::Complete(end) => whole_object(&text[..end], end).unwrap_or(Start::NoCall),
         },
     }
 }
 
 /// Parses an object whose name precedes its arguments, so that the arguments need not be complete.
-fn usual_object(cursor: &mut Cursor<'_>) -> Result<Start, Stop> {
+fn usual_object(cursor: &mut Cursor<'_>) -> Result<Start, ObjectStop> {
     let mut name = None;
     cursor.expect('{')?;
     loop {
@@ -102,7 +102,7 @@ fn usual_object(cursor: &mut Cursor<'_>) -> Result<Start, Stop> {
             "name" | "type" | "id" => {
                 cursor.expect(':')?;
                 if cursor.peek()? != '"' {
-                    return Err(Stop::Unusual);
+                    return Err(ObjectStop::Unusual);
                 }
                 let value = cursor.string()?;
                 if field == "name" {
@@ -113,15 +113,15 @@ fn usual_object(cursor: &mut Cursor<'_>) -> Result<Start, Stop> {
                 cursor.expect(':')?;
                 return match (name, cursor.peek()?) {
                     (Some(name), '{') => Ok(Start::Call { name, at: cursor.at, nested: true }),
-                    _ => Err(Stop::Unusual),
+                    _ => Err(ObjectStop::Unusual),
                 };
             }
-            "function" => return Err(Stop::Unusual),
-            _ => return Err(Stop::NoCall),
+            "function" => return Err(ObjectStop::Unusual),
+            _ => return Err(ObjectStop::NoCall),
         }
         match cursor.peek()? {
             ',' => cursor.at += 1,
-            _ => return Err(Stop::Unusual),
+            _ => return Err(ObjectStop::Unusual),
         }
     }
 }
@@ -146,24 +146,24 @@ struct Cursor<'a> {
 
 impl Cursor<'_> {
     /// Returns the next character that is not white space.
-    fn peek(&mut self) -> Result<char, Stop> {
+    fn peek(&mut self) -> Result<char, ObjectStop> {
         let rest = &self.text[self.at..];
         let begun = rest.trim_start();
         self.at += rest.len() - begun.len();
-        begun.chars().next().ok_or(Stop::Undecided)
+        begun.chars().next().ok_or(ObjectStop::Undecided)
     }
 
-    fn expect(&mut self, wanted: char) -> Result<(), Stop> {
+    fn expect(&mut self, wanted: char) -> Result<(), ObjectStop> {
         if self.peek()? != wanted {
-            return Err(Stop::NoCall);
+            return Err(ObjectStop::NoCall);
         }
         self.at += wanted.len_utf8();
         Ok(())
     }
 
-    fn string(&mut self) -> Result<String, Stop> {
+    fn string(&mut self) -> Result<String, ObjectStop> {
         if self.peek()? != '"' {
-            return Err(Stop::NoCall);
+            return Err(ObjectStop::NoCall);
         }
         let rest = &self.text[self.at..];
         let mut is_escaped = false;
@@ -172,9 +172,9 @@ impl Cursor<'_> {
             is_escaped = *byte == b'\\' && !escaped;
             *byte == b'"' && !escaped
         };
-        let (end, _) = rest.bytes().enumerate().skip(1).find(closes).ok_or(Stop::Undecided)?;
+        let (end, _) = rest.bytes().enumerate().skip(1).find(closes).ok_or(ObjectStop::Undecided)?;
         self.at += end + 1;
-        serde_json::from_str(&rest[..=end]).map_err(|_| Stop::NoCall)
+        serde_json::from_str(&rest[..=end]).map_err(|_| ObjectStop::NoCall)
     }
 }
 
@@ -193,9 +193,9 @@ pub(super) fn close_object(text: &str) -> Rest {
     match text.trim_start().chars().next() {
         None => Rest::Undecided,
         Some('}' | ',') => match Scanner::within_object().scan(text) {
-            End::Later => Rest::Undecided,
-            End::Complete(end) => Rest::Closed(end),
-            End::Broken(_) => Rest::Open,
+            ValueEnd::Later => Rest::Undecided,
+            ValueEnd::Complete(end) => Rest::Closed(end),
+            ValueEnd::Broken(_) => Rest::Open,
         },
         Some(_) => Rest::Open,
     }

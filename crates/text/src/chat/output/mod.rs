@@ -15,7 +15,7 @@ pub use reasoning::ReasoningParser;
 
 use super::Tools;
 use calls::Calls;
-use reasoning::Splitter;
+use reasoning::ReasoningSplitter;
 use std::sync::Arc;
 
 /// The settings of splitting an answer.
@@ -57,7 +57,7 @@ impl OutputFormat {
 
 /// Splits the text of one sample into pieces.
 pub struct OutputParser {
-    reasoning: Option<Splitter>,
+    reasoning: Option<ReasoningSplitter>,
     hides_reasoning: bool,
     calls: Option<Calls>,
 }
@@ -66,7 +66,7 @@ impl OutputParser {
     /// Returns a parser for one sample.
     pub fn new(format: &OutputFormat) -> Self {
         Self {
-            reasoning: format.reasoning.parser.tags().map(|tags| Splitter::new(tags, format.reasoning.is_open)),
+            reasoning: format.reasoning.parser.tags().map(|tags| ReasoningSplitter::new(tags, format.reasoning.is_open)),
             hides_reasoning: format.reasoning.is_hidden,
             calls: Calls::new(&format.tools),
         }
@@ -93,7 +93,7 @@ impl OutputParser {
                 return;
             }
             // Some models begin a tool call without closing their reasoning.
-            self.through_reasoning(pieces, "", Splitter::leave);
+            self.through_reasoning(pieces, "", ReasoningSplitter::leave);
         }
         if let Some(calls) = &mut self.calls {
             calls.special(name, pieces);
@@ -102,7 +102,7 @@ impl OutputParser {
 
     /// Ends the text.
     pub fn finish(&mut self, pieces: &mut Pieces) {
-        self.through_reasoning(pieces, "", Splitter::finish);
+        self.through_reasoning(pieces, "", ReasoningSplitter::finish);
         if let Some(calls) = &mut self.calls {
             calls.finish(pieces);
         }
@@ -110,7 +110,12 @@ impl OutputParser {
 
     /// Calls `step` with the reasoning, and adds the reasoning text and the answer text that `step` returns. If the model has no reasoning, adds
     /// `text`.
-    fn through_reasoning(&mut self, pieces: &mut Pieces, text: &str, step: impl FnOnce(&mut Splitter, &mut String, &mut String)) {
+    fn through_reasoning(
+        &mut self,
+        pieces: &mut Pieces,
+        text: &str,
+        step: impl FnOnce(&mut ReasoningSplitter, &mut String, &mut String),
+    ) {
         let Some(reasoning) = &mut self.reasoning else { return self.answer(text, pieces) };
         let (mut thoughts, mut answer) = (String::new(), String::new());
         step(reasoning, &mut thoughts, &mut answer);
@@ -129,7 +134,7 @@ impl OutputParser {
 
     /// Returns whether the text so far ends within reasoning.
     pub fn is_reasoning(&self) -> bool {
-        self.reasoning.as_ref().is_some_and(Splitter::is_inside)
+        self.reasoning.as_ref().is_some_and(ReasoningSplitter::is_inside)
     }
 
     /// Returns the number of tool calls so far.

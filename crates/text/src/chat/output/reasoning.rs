@@ -57,14 +57,14 @@ impl ReasoningParser {
 }
 
 /// Splits a text at the tags of reasoning. Line feeds next to a tag are dropped, because templates write them again.
-pub(super) struct Splitter {
+pub(super) struct ReasoningSplitter {
     tags: Tags,
-    state: State,
+    state: ReasoningState,
     held: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum ReasoningState {
     /// The text has only white space so far.
     Before,
     Inside {
@@ -76,26 +76,26 @@ enum State {
     After,
 }
 
-impl Splitter {
+impl ReasoningSplitter {
     pub(super) fn new(tags: Tags, is_open: bool) -> Self {
-        let state = if is_open { State::Inside { begun: false } } else { State::Before };
+        let state = if is_open { ReasoningState::Inside { begun: false } } else { ReasoningState::Before };
         Self { tags, state, held: String::new() }
     }
 
     pub(super) fn is_inside(&self) -> bool {
-        matches!(self.state, State::Inside { .. })
+        matches!(self.state, ReasoningState::Inside { .. })
     }
 
     pub(super) fn is_past(&self) -> bool {
-        matches!(self.state, State::Closed | State::After)
+        matches!(self.state, ReasoningState::Closed | ReasoningState::After)
     }
 
     /// Returns whether the special token with this name is a tag at this point of the text.
     pub(super) fn wants(&self, name: &str) -> bool {
         match self.state {
-            State::Before => name == self.tags.0,
-            State::Inside { .. } => name == self.tags.1,
-            State::Closed | State::After => false,
+            ReasoningState::Before => name == self.tags.0,
+            ReasoningState::Inside { .. } => name == self.tags.1,
+            ReasoningState::Closed | ReasoningState::After => false,
         }
     }
 
@@ -104,19 +104,19 @@ impl Splitter {
         let (open, close) = self.tags;
         loop {
             match self.state {
-                State::Before => {
+                ReasoningState::Before => {
                     let begun = self.held.trim_start();
                     if let Some(rest) = begun.strip_prefix(open) {
                         // A model may write the opening tag again after the template has written it.
                         self.held = rest.to_owned();
-                        self.state = State::Inside { begun: false };
+                        self.state = ReasoningState::Inside { begun: false };
                     } else if open.starts_with(begun) {
                         return;
                     } else {
-                        self.state = State::After;
+                        self.state = ReasoningState::After;
                     }
                 }
-                State::Inside { begun } => {
+                ReasoningState::Inside { begun } => {
                     if !begun {
                         let blank = self.held.len() - self.held.trim_start_matches('\n').len();
                         self.held.drain(..blank);
@@ -132,22 +132,22 @@ impl Splitter {
                         let kept = self.held.len() - partial_suffix(&self.held, &[close]);
                         let sent = self.held[..kept].trim_end_matches('\n').len();
                         thoughts.extend(self.held.drain(..sent));
-                        self.state = State::Inside { begun: begun || sent > 0 };
+                        self.state = ReasoningState::Inside { begun: begun || sent > 0 };
                         return;
                     };
                     thoughts.push_str(self.held[..end].trim_end_matches('\n'));
                     self.held.drain(..end + close.len());
-                    self.state = State::Closed;
+                    self.state = ReasoningState::Closed;
                 }
-                State::Closed => {
+                ReasoningState::Closed => {
                     let blank = self.held.len() - self.held.trim_start_matches('\n').len();
                     self.held.drain(..blank);
                     if self.held.is_empty() {
                         return;
                     }
-                    self.state = State::After;
+                    self.state = ReasoningState::After;
                 }
-                State::After => {
+                ReasoningState::After => {
                     answer.extend(self.held.drain(..));
                     return;
                 }
@@ -158,7 +158,7 @@ impl Splitter {
     /// Ends the reasoning without its closing tag.
     pub(super) fn leave(&mut self, thoughts: &mut String, answer: &mut String) {
         self.finish(thoughts, answer);
-        self.state = State::After;
+        self.state = ReasoningState::After;
     }
 
     pub(super) fn finish(&mut self, thoughts: &mut String, answer: &mut String) {

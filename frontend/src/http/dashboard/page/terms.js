@@ -90,7 +90,7 @@ const TERMS = {
   'total ms': 'Estimated time until the first token, and by which others are delayed; the router chooses the smallest sum',
   'queue ms': 'Wait behind prompts that were placed before',
   'compute ms': 'Computation of the tokens that are not cached',
-  'interference ms': 'Delay of others: prompts in line and to come, running answers, evicted blocks',
+  'interference ms': 'Delay of others: prompts in the queue and to come, running answers, evicted blocks',
   'transfer ms': 'Time of the KV transfer that the prefill does not hide',
   'handoff ms': 'Fixed cost of moving a prompt from the prefill to the decode worker',
   'decode load ms': 'Delay by the answers that the decode worker generates',

@@ -59,7 +59,7 @@ impl Pace {
 
 /// A prefill worker, and the engine of a decode worker to which it sends blocks over a simulated network.
 struct Pair {
-    prefill: Worker,
+    prefill: PrefillWorker,
     decode: EngineHandle,
     written: Arc<Mutex<Vec<(u32, Instant)>>>,
     network: Arc<SimulatedNetwork>,
@@ -145,7 +145,8 @@ impl Pair {
         });
         let engine = Arc::new(engine);
         let common = tandem_worker::Worker::new(Role::Prefill, engine, settings, &network, &Metrics::default(), shutdown);
-        let prefill = Worker { common, sending: crate::Sending::Transfers(transfers), ticket_wait: Duration::from_secs(10) };
+        let prefill =
+            PrefillWorker { common, sending: crate::KvSending::Transfers(transfers), ticket_wait: Duration::from_secs(10) };
         let network = Arc::new(SimulatedNetwork::new(pace.settings().block_transfer()));
         Self { prefill, decode, written: Arc::default(), network, alone, _drivers: drivers }
     }

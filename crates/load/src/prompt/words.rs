@@ -7,13 +7,13 @@ use std::error::Error;
 const WORDS: &str = include_str!("words.txt");
 /// For tokenizers without words, such as those whose tokens are bytes.
 const LETTERS: &str = "abcdefghijklmnopqrstuvwxyz";
-/// With fewer atoms, blocks with different ids could begin alike.
-const ATOMS_MIN: usize = 16;
-/// The numbers of tokens of the texts with which atoms are checked.
+/// With fewer words, blocks with different ids could begin alike.
+const WORDS_MIN: usize = 16;
+/// The numbers of tokens of the texts with which words are checked.
 const CHECKED: [u64; 4] = [1, 100, 700, 3_000];
 
 /// A tokenizer that can be asked how many tokens a text has.
-pub trait Count {
+pub trait CountTokens {
     /// Why the tokenizer has no answer.
     type Error: Error + Send + Sync + 'static;
 
@@ -21,12 +21,12 @@ pub trait Count {
     fn count(&self, text: &str) -> impl Future<Output = Result<u64, Self::Error>> + Send;
 }
 
-/// Why no atoms were found.
+/// Why no words were found.
 #[derive(Debug, thiserror::Error)]
-pub enum AtomsError<E: Error + 'static> {
+pub enum WordsError<E: Error + 'static> {
     /// The tokenizer has no answer.
     #[error(transparent)]
-    Count(#[from] E),
+    CountTokens(#[from] E),
     /// The tokenizer joins even single letters in ways that depend on their neighbours.
     #[error(
         "no texts of exact length can be made for this tokenizer, because it joins words and letters that follow each other; send token ids with \
@@ -37,27 +37,27 @@ pub enum AtomsError<E: Error + 'static> {
 
 /// Strings of one token each.
 #[derive(Clone, Debug)]
-pub(super) struct Atoms {
-    atoms: Vec<String>,
+pub(super) struct PromptWords {
+    words: Vec<String>,
     /// The number of tokens that the server adds before a text.
     pub(super) lead: u64,
 }
 
-impl Atoms {
-    /// Finds the atoms of a tokenizer, and checks them with texts made of them.
-    pub(super) async fn find<C: Count>(tokenizer: &C, seed: u64) -> Result<Self, AtomsError<C::Error>> {
+impl PromptWords {
+    /// Finds the words of a tokenizer, and checks them with texts made of them.
+    pub(super) async fn find<C: CountTokens>(tokenizer: &C, seed: u64) -> Result<Self, WordsError<C::Error>> {
         let words = WORDS.split_whitespace().map(|word| format!(" {word}")).collect();
         let letters = LETTERS.chars().map(String::from).collect();
         for candidates in [words, letters] {
-            if let Some(atoms) = Self::among(tokenizer, candidates, seed).await? {
-                return Ok(atoms);
+            if let Some(words) = Self::among(tokenizer, candidates, seed).await? {
+                return Ok(words);
             }
         }
-        Err(AtomsError::None)
+        Err(WordsError::None)
     }
 
     /// Returns those candidates that are one token each; `None` if they are too few, or are not additive.
-    async fn among<C: Count>(tokenizer: &C, candidates: Vec<String>, seed: u64) -> Result<Option<Self>, C::Error> {
+    async fn among<C: CountTokens>(tokenizer: &C, candidates: Vec<String>, seed: u64) -> Result<Option<Self>, C::Error> {
         let text = candidates.concat();
         let (once, twice) = (tokenizer.count(&text).await?, tokenizer.count(&text.repeat(2)).await?);
         let Some(lead) = (2 * once).checked_sub(twice) else { return Ok(None) };
@@ -65,34 +65,34 @@ impl Atoms {
         if once.saturating_sub(lead) > candidates.len() as u64 * 3 / 2 {
             return Ok(None);
         }
-        let mut atoms = Vec::new();
+        let mut words = Vec::new();
         let mut halves = vec![candidates];
         while let Some(mut candidates) = halves.pop() {
             if tokenizer.count(&candidates.concat()).await? == candidates.len() as u64 + lead {
-                atoms.append(&mut candidates);
+                words.append(&mut candidates);
             } else if candidates.len() > 1 {
                 halves.push(candidates.split_off(candidates.len() / 2));
                 halves.push(candidates);
             }
         }
-        let atoms = Self { atoms, lead };
-        if atoms.atoms.len() < ATOMS_MIN {
+        let words = Self { words, lead };
+        if words.words.len() < WORDS_MIN {
             return Ok(None);
         }
         for tokens in CHECKED {
             let mut text = String::new();
-            atoms.write(&mut text, &mut Rng::with_seed(seed ^ tokens), tokens);
+            words.write(&mut text, &mut Rng::with_seed(seed ^ tokens), tokens);
             if tokenizer.count(&text).await? != tokens + lead {
                 return Ok(None);
             }
         }
-        Ok(Some(atoms))
+        Ok(Some(words))
     }
 
     /// Appends a text of this many tokens.
     pub(super) fn write(&self, text: &mut String, rng: &mut Rng, tokens: u64) {
         for _ in 0..tokens {
-            text.push_str(&self.atoms[rng.usize(..self.atoms.len())]);
+            text.push_str(&self.words[rng.usize(..self.words.len())]);
         }
     }
 }
@@ -137,7 +137,7 @@ pub(super) mod tests {
         }
     }
 
-    impl Count for Fake {
+    impl CountTokens for Fake {
         type Error = Infallible;
 
         async fn count(&self, text: &str) -> Result<u64, Infallible> {
@@ -146,17 +146,17 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn atoms_are_words_if_the_tokenizer_has_them_and_letters_otherwise() {
-        let atoms = Atoms::find(&Fake::words(1), 0).await.expect("there are short words");
-        assert!(atoms.atoms.iter().all(|atom| atom.starts_with(' ') && atom.len() <= 5), "{atoms:?}");
-        assert!(atoms.atoms.len() > 100 && atoms.lead == 1, "{atoms:?}");
-        let atoms = Atoms::find(&Fake::bytes(0), 0).await.expect("every letter is a token");
-        assert!(atoms.atoms.iter().all(|atom| atom.len() == 1) && atoms.lead == 0, "{atoms:?}");
+    async fn texts_are_made_of_words_or_else_of_letters() {
+        let words = PromptWords::find(&Fake::words(1), 0).await.expect("there are short words");
+        assert!(words.words.iter().all(|word| word.starts_with(' ') && word.len() <= 5), "{words:?}");
+        assert!(words.words.len() > 100 && words.lead == 1, "{words:?}");
+        let words = PromptWords::find(&Fake::bytes(0), 0).await.expect("every letter is a token");
+        assert!(words.words.iter().all(|word| word.len() == 1) && words.lead == 0, "{words:?}");
     }
 
     #[tokio::test]
-    async fn tokenizer_that_joins_neighbours_has_no_atoms() {
-        let error = Atoms::find(&Fake { kind: Kind::Runs, lead: 0 }, 0).await.expect_err("letters are joined");
+    async fn tokenizer_that_joins_neighbours_has_no_words() {
+        let error = PromptWords::find(&Fake { kind: Kind::Runs, lead: 0 }, 0).await.expect_err("letters are joined");
         assert!(error.to_string().contains("--prompt ids"), "{error}");
     }
 }

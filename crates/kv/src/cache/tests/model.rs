@@ -1,7 +1,9 @@
 //! Property tests of the cache against a naive model: a list of cached prefixes that every operation searches completely.
 
-use super::tests::wanted;
-use super::{CacheSettings, Counts, Full, PrefixCache};
+use super::{
+    super::{CacheSettings, Counts, Full, PrefixCache},
+    wanted,
+};
 use crate::{BlockId, Change, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId, sequence_hashes};
 use proptest::collection::vec;
 use proptest::prelude::*;

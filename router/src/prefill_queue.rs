@@ -1,7 +1,7 @@
-//! The requests that wait on one worker for their first tokens, and the speed at which this line moves.
+//! The requests that wait on one worker for their first tokens, and the speed at which this queue moves.
 //!
 //! The speed is measured, so it includes everything that limits the worker: its device, its places, its blocks, and the worker that decodes.
-//! A line shows what a worker can do only while the worker has more work than it can do: in periods at whose end some of the requests still
+//! A queue shows what a worker can do only while the worker has more work than it can do: in periods at whose end some of the requests still
 //! wait that waited at the beginning. In other periods the worker can do at least what it did.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -10,22 +10,22 @@ use tokio::time::Instant;
 
 /// The work that a request is counted with in addition to its new prompt tokens: about what a step costs besides its tokens.
 const REQUEST_TOKENS: u64 = 64;
-/// The shortest period over which the speed is measured. The speed of a line in which requests wait for less than that is not known.
+/// The shortest period over which the speed is measured. The speed of a queue in which requests wait for less than that is not known.
 const PERIOD_MIN: Duration = Duration::from_secs(1);
 /// The age at which a period counts half as much as the latest one.
 const HALF_LIFE: Duration = Duration::from_secs(10);
 /// The age at which a measured speed is not used any more.
 const SPEED_MAX_AGE: Duration = Duration::from_secs(60);
 
-/// One request in a line. The default is in no line.
+/// One request in a queue. The default is in no queue.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Waiting {
+pub(crate) struct QueueEntry {
     account: Arc<str>,
     priority: Priority,
     work: u64,
 }
 
-impl Waiting {
+impl QueueEntry {
     /// Returns the request of this account and priority whose prompt has this number of new tokens.
     pub(crate) fn new(account: Arc<str>, priority: Priority, new_tokens: u64) -> Self {
         Self { account, priority, work: new_tokens + REQUEST_TOKENS }
@@ -34,11 +34,11 @@ impl Waiting {
 
 /// The requests that wait on the worker that prefills them.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct PrefillQueue {
     /// The work of the waiting requests by priority and account. Each entry has some.
     waiting: BTreeMap<(Priority, Arc<str>), Equals>,
-    period: Period,
-    /// Time at which a request last got its first token, at which the worker last reported that it prefills, or at which the first of the line joined
+    period: SpeedPeriod,
+    /// Time at which a request last got its first token, at which the worker last reported that it prefills, or at which the first of the queue joined
     /// it.
     moved_at: Instant,
     /// The measured speed, and when it was measured; `None` until then.
@@ -57,21 +57,21 @@ struct Equals {
 pub(crate) struct Behind {
     /// The number of those of equal rank.
     pub(crate) requests: usize,
-    /// Their part of the line's work.
+    /// Their part of the queue's work.
     pub(crate) share: f64,
-    /// The part of the line's work that the request outranks.
+    /// The part of the queue's work that the request outranks.
     pub(crate) outranked: f64,
 }
 
 /// A period over which the speed is measured.
 #[derive(Debug)]
-struct Period {
+struct SpeedPeriod {
     since: Instant,
     /// All work that waited at the beginning.
     at_first: u64,
     /// The work of the requests that got their first token.
     served: u64,
-    /// The work of all requests that have left the line.
+    /// The work of all requests that have left the queue.
     left: u64,
 }
 
@@ -82,33 +82,33 @@ struct Speed {
     seconds: f64,
 }
 
-/// How a request leaves a line.
+/// How a request leaves a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Left {
+pub(crate) enum Departure {
     /// With its first token.
     Served,
     /// It was cancelled, or it is placed again.
     Abandoned,
 }
 
-impl Waiting {
+impl QueueEntry {
     /// Returns the account and the priority.
     pub(crate) fn owner(&self) -> (&str, Priority) {
         (&self.account, self.priority)
     }
 }
 
-impl Line {
+impl PrefillQueue {
     pub(crate) fn new(now: Instant) -> Self {
         Self {
             waiting: BTreeMap::new(),
-            period: Period { since: now, at_first: 0, served: 0, left: 0 },
+            period: SpeedPeriod { since: now, at_first: 0, served: 0, left: 0 },
             moved_at: now,
             speed: None,
         }
     }
 
-    pub(crate) fn join(&mut self, request: &Waiting, now: Instant) {
+    pub(crate) fn join(&mut self, request: &QueueEntry, now: Instant) {
         if request.work > 0 {
             let was_empty = self.waiting.is_empty();
             let equals = self.waiting.entry((request.priority, request.account.clone())).or_default();
@@ -125,8 +125,8 @@ impl Line {
         self.moved_at = now;
     }
 
-    /// Removes a request that has joined the line.
-    pub(crate) fn leave(&mut self, Waiting { account, priority, work }: &Waiting, left: Left, now: Instant) {
+    /// Removes a request that has joined the queue.
+    pub(crate) fn leave(&mut self, QueueEntry { account, priority, work }: &QueueEntry, left: Departure, now: Instant) {
         let key = (*priority, account.clone());
         let Some(equals) = self.waiting.get_mut(&key) else { return };
         let Some(at) = equals.each.iter().position(|of| of == work) else { return };
@@ -136,11 +136,11 @@ impl Line {
             self.waiting.remove(&key);
         }
         self.period.left += work;
-        if left == Left::Served {
+        if left == Departure::Served {
             self.period.served += work;
             self.moved_at = now;
         }
-        let Period { since, at_first, served, left } = self.period;
+        let SpeedPeriod { since, at_first, served, left } = self.period;
         let took = now.duration_since(since);
         if took < PERIOD_MIN {
             return;
@@ -149,22 +149,22 @@ impl Line {
             self.at_least(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
             self.begin_period(now);
         } else if served * 2 >= at_first {
-            // A request counts when it leaves, although part of its work was done before. Half of the line is enough for this not to matter.
+            // A request counts when it leaves, although part of its work was done before. Half of the queue is enough for this not to matter.
             self.measure(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
             self.begin_period(now);
         }
     }
 
-    /// Returns the speed of the line in work per second; `None`: it is not known.
+    /// Returns the speed of the queue in work per second; `None`: it is not known.
     pub(crate) fn speed(&self, now: Instant) -> Option<f64> {
         let (speed, measured) = self.speed?;
         (now.duration_since(measured) <= SPEED_MAX_AGE).then(|| speed.per_second())
     }
 
-    /// Returns how long `request` would wait if it joined the line and the line had this speed. It waits for all work that outranks it, for all work
-    /// of its account that it does not outrank, and for as much of every other account of its rank, because workers serve these in turn. If the line
+    /// Returns how long `request` would wait if it joined the queue and the queue had this speed. It waits for all work that outranks it, for all work
+    /// of its account that it does not outrank, and for as much of every other account of its rank, because workers serve these in turn. If the queue
     /// has not moved for some time, it is expected not to move for as long again, at least for those that would stand behind others.
-    pub(crate) fn wait(&self, request: &Waiting, speed: f64, now: Instant) -> Duration {
+    pub(crate) fn wait(&self, request: &QueueEntry, speed: f64, now: Instant) -> Duration {
         let (mut ahead, mut own, mut others) = (0, 0, BTreeMap::<&str, u64>::new());
         for ((priority, account), Equals { work, .. }) in &self.waiting {
             let same_account = *account == request.account;
@@ -213,7 +213,7 @@ impl Line {
     }
 
     fn begin_period(&mut self, now: Instant) {
-        self.period = Period { since: now, at_first: self.work(), served: 0, left: 0 };
+        self.period = SpeedPeriod { since: now, at_first: self.work(), served: 0, left: 0 };
     }
 
     /// Takes the speed of a period in which there was always work.
@@ -242,28 +242,28 @@ impl Speed {
 mod tests {
     use super::*;
 
-    fn request(account: &str, new_tokens: u64) -> Waiting {
-        Waiting::new(account.into(), Priority::default(), new_tokens - REQUEST_TOKENS)
+    fn request(account: &str, new_tokens: u64) -> QueueEntry {
+        QueueEntry::new(account.into(), Priority::default(), new_tokens - REQUEST_TOKENS)
     }
 
     /// Returns how long one more request of the account would wait; `None` if the speed is not known.
-    fn wait(line: &Line, account: &str, now: Instant) -> Option<f64> {
-        Some(line.wait(&request(account, 1_000), line.speed(now)?, now).as_secs_f64())
+    fn wait(queue: &PrefillQueue, account: &str, now: Instant) -> Option<f64> {
+        Some(queue.wait(&request(account, 1_000), queue.speed(now)?, now).as_secs_f64())
     }
 
-    /// Returns a line of `requests` equal requests of 1,000 tokens at the start.
-    fn line(requests: usize, start: Instant) -> Line {
-        let mut line = Line::new(start);
-        (0..requests).for_each(|_| line.join(&request("a", 1_000), start));
-        line
+    /// Returns a queue of `requests` equal requests of 1,000 tokens at the start.
+    fn queue(requests: usize, start: Instant) -> PrefillQueue {
+        let mut queue = PrefillQueue::new(start);
+        (0..requests).for_each(|_| queue.join(&request("a", 1_000), start));
+        queue
     }
 
     /// One request leaves every `every`, and another joins. Returns the time at the end.
-    fn keeps_moving(line: &mut Line, requests: u32, every: Duration, left: Left, start: Instant) -> Instant {
+    fn keeps_moving(queue: &mut PrefillQueue, requests: u32, every: Duration, left: Departure, start: Instant) -> Instant {
         for number in 1..=requests {
             let now = start + every * number;
-            line.leave(&request("a", 1_000), left, now);
-            line.join(&request("a", 1_000), now);
+            queue.leave(&request("a", 1_000), left, now);
+            queue.join(&request("a", 1_000), now);
         }
         start + every * requests
     }
@@ -271,61 +271,61 @@ mod tests {
     #[test]
     fn request_waits_for_the_line_before_it_at_the_measured_speed() {
         let start = Instant::now();
-        let mut line = line(40, start);
-        assert_eq!(wait(&line, "a", start), None, "nothing is known before the line has moved");
-        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
-        let waits = wait(&line, "a", now).expect("the speed is known");
+        let mut queue = queue(40, start);
+        assert_eq!(wait(&queue, "a", start), None, "nothing is known before the queue has moved");
+        let now = keeps_moving(&mut queue, 60, Duration::from_millis(100), Departure::Served, start);
+        let waits = wait(&queue, "a", now).expect("the speed is known");
         assert!((3.9..4.1).contains(&waits), "{waits}");
         // The worker becomes four times slower. Newer periods count more.
-        let now = keeps_moving(&mut line, 100, Duration::from_millis(400), Left::Served, now);
-        let waits = wait(&line, "a", now).expect("the speed is known");
+        let now = keeps_moving(&mut queue, 100, Duration::from_millis(400), Departure::Served, now);
+        let waits = wait(&queue, "a", now).expect("the speed is known");
         assert!((14.0..16.1).contains(&waits), "{waits}");
-        assert_eq!(wait(&line, "a", now + SPEED_MAX_AGE * 2), None, "an old speed is not used");
+        assert_eq!(wait(&queue, "a", now + SPEED_MAX_AGE * 2), None, "an old speed is not used");
         // The worker becomes twenty times faster, so that no request waits for a second any more.
         for number in 1..=200 {
             let now = now + Duration::from_millis(20) * number;
-            line.leave(&request("a", 1_000), Left::Served, now);
-            line.join(&request("a", 1_000), now);
+            queue.leave(&request("a", 1_000), Departure::Served, now);
+            queue.join(&request("a", 1_000), now);
         }
-        let waits = wait(&line, "a", now + 4 * PERIOD_MIN).expect("the speed is known");
+        let waits = wait(&queue, "a", now + 4 * PERIOD_MIN).expect("the speed is known");
         assert!((0.7..0.9).contains(&waits), "{waits}");
     }
 
     #[test]
     fn request_waits_for_as_long_as_its_line_has_not_moved() {
         let start = Instant::now();
-        let mut line = line(40, start);
-        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
+        let mut queue = queue(40, start);
+        let now = keeps_moving(&mut queue, 60, Duration::from_millis(100), Departure::Served, start);
         let later = now + Duration::from_secs(20);
-        assert!(wait(&line, "a", now).is_some_and(|waits| waits < 4.2));
-        assert_eq!(wait(&line, "a", later), Some(20.0));
-        assert!(wait(&line, "b", later).is_some_and(|waits| waits < 0.2), "the worker may serve another account at once");
-        let (all, mut line) = (request("a", 1_000), line);
-        (0..39).for_each(|_| line.leave(&all, Left::Abandoned, later));
-        assert_eq!(wait(&line, "a", later), Some(20.0), "a request that is cancelled shows no movement");
-        line.leave(&all, Left::Served, later);
-        line.join(&all, later);
-        assert!(wait(&line, "a", later).is_some_and(|waits| waits < 4.2));
+        assert!(wait(&queue, "a", now).is_some_and(|waits| waits < 4.2));
+        assert_eq!(wait(&queue, "a", later), Some(20.0));
+        assert!(wait(&queue, "b", later).is_some_and(|waits| waits < 0.2), "the worker may serve another account at once");
+        let (all, mut queue) = (request("a", 1_000), queue);
+        (0..39).for_each(|_| queue.leave(&all, Departure::Abandoned, later));
+        assert_eq!(wait(&queue, "a", later), Some(20.0), "a request that is cancelled shows no movement");
+        queue.leave(&all, Departure::Served, later);
+        queue.join(&all, later);
+        assert!(wait(&queue, "a", later).is_some_and(|waits| waits < 4.2));
     }
 
     #[test]
     fn line_without_a_backlog_measures_nothing() {
         let start = Instant::now();
         // Three requests wait for 0.3 s each: the worker could perhaps serve many more.
-        let mut short = line(3, start);
-        let now = keeps_moving(&mut short, 200, Duration::from_millis(100), Left::Served, start);
+        let mut short = queue(3, start);
+        let now = keeps_moving(&mut short, 200, Duration::from_millis(100), Departure::Served, start);
         assert_eq!(wait(&short, "a", now), None);
         // Nothing is served, because all clients leave.
-        let mut abandoned = line(40, start);
-        let now = keeps_moving(&mut abandoned, 200, Duration::from_millis(100), Left::Abandoned, start);
+        let mut abandoned = queue(40, start);
+        let now = keeps_moving(&mut abandoned, 200, Duration::from_millis(100), Departure::Abandoned, start);
         assert_eq!(wait(&abandoned, "a", now), None);
         // Short prompts pass a long one, which the worker computes meanwhile. What they take says little about the worker.
-        let mut passed = Line::new(start);
+        let mut passed = PrefillQueue::new(start);
         passed.join(&request("a", 100_000), start);
         for number in 1..=20 {
             let now = start + Duration::from_millis(500) * number;
             passed.join(&request("a", 100), now);
-            passed.leave(&request("a", 100), Left::Served, now);
+            passed.leave(&request("a", 100), Departure::Served, now);
         }
         assert_eq!(wait(&passed, "a", start + Duration::from_secs(11)), None);
     }
@@ -333,27 +333,27 @@ mod tests {
     #[test]
     fn account_waits_for_as_much_of_other_accounts_as_of_its_own() {
         let start = Instant::now();
-        let mut line = line(40, start);
-        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
-        let wait = |line: &Line, account| wait(line, account, now).expect("the speed is known");
-        assert!((0.09..0.11).contains(&wait(&line, "b")), "the first request of an account waits for one of the other account");
-        (0..10).for_each(|_| line.join(&request("b", 1_000), now));
-        assert!((2.0..2.2).contains(&wait(&line, "b")), "{}", wait(&line, "b"));
-        assert!((4.9..5.1).contains(&wait(&line, "a")), "{}", wait(&line, "a"));
+        let mut queue = queue(40, start);
+        let now = keeps_moving(&mut queue, 60, Duration::from_millis(100), Departure::Served, start);
+        let wait = |queue: &PrefillQueue, account| wait(queue, account, now).expect("the speed is known");
+        assert!((0.09..0.11).contains(&wait(&queue, "b")), "the first request of an account waits for one of the other account");
+        (0..10).for_each(|_| queue.join(&request("b", 1_000), now));
+        assert!((2.0..2.2).contains(&wait(&queue, "b")), "{}", wait(&queue, "b"));
+        assert!((4.9..5.1).contains(&wait(&queue, "a")), "{}", wait(&queue, "a"));
     }
 
     #[test]
     fn request_waits_only_for_work_that_it_does_not_outrank() {
         let start = Instant::now();
-        let mut line = line(40, start);
-        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
-        let speed = line.speed(now).expect("the speed is known");
+        let mut queue = queue(40, start);
+        let now = keeps_moving(&mut queue, 60, Duration::from_millis(100), Departure::Served, start);
+        let speed = queue.speed(now).expect("the speed is known");
         // Account `a` has 4 s of work at 10 requests a second, with the priority 0.
         let request =
-            |account: &str, across, within| Waiting::new(account.into(), Priority { across, within }, 1_000 - REQUEST_TOKENS);
+            |account: &str, across, within| QueueEntry::new(account.into(), Priority { across, within }, 1_000 - REQUEST_TOKENS);
         let (urgent, later) = (request("a", 0, -5), request("a", 7, 7));
-        (0..10).for_each(|_| line.join(&urgent, now));
-        (0..10).for_each(|_| line.join(&later, now));
+        (0..10).for_each(|_| queue.join(&urgent, now));
+        (0..10).for_each(|_| queue.join(&later, now));
         for (request, expected) in [
             (request("a", 0, -5), 1.0),
             (request("a", 0, -6), 0.0),
@@ -367,26 +367,26 @@ mod tests {
             // The operator's ranks precede all accounts.
             (request("b", -1, -1), 0.0),
         ] {
-            let waits = line.wait(&request, speed, now).as_secs_f64();
+            let waits = queue.wait(&request, speed, now).as_secs_f64();
             assert!((waits - expected).abs() < 0.05 * expected + 0.01, "{request:?}: {waits} s, not {expected} s");
         }
-        let behind = |across, within| line.behind("a", Priority { across, within }, 1_000 - REQUEST_TOKENS, true);
+        let behind = |across, within| queue.behind("a", Priority { across, within }, 1_000 - REQUEST_TOKENS, true);
         assert_eq!(behind(7, 7), Behind::default());
         assert_eq!(behind(0, 0), Behind { outranked: 10.0 / 60.0, ..Behind::default() });
         assert_eq!(behind(-1, -1), Behind { outranked: 1.0, ..Behind::default() });
         for (request, count) in [(urgent, 10), (later, 10), (self::request("a", 1_000), 40)] {
-            (0..count).for_each(|_| line.leave(&request, Left::Abandoned, now));
+            (0..count).for_each(|_| queue.leave(&request, Departure::Abandoned, now));
         }
-        assert!(line.is_empty());
+        assert!(queue.is_empty());
     }
 
     #[test]
     fn shorter_prompts_of_equal_rank_are_served_first_where_the_engine_does_so() {
         let now = Instant::now();
-        let mut line = Line::new(now);
-        [("a", 500), ("a", 3_000), ("b", 6_500)].into_iter().for_each(|(of, tokens)| line.join(&request(of, tokens), now));
+        let mut queue = PrefillQueue::new(now);
+        [("a", 500), ("a", 3_000), ("b", 6_500)].into_iter().for_each(|(of, tokens)| queue.join(&request(of, tokens), now));
         let behind =
-            |work, shortest_first| line.behind("a", Priority::default(), work - REQUEST_TOKENS.min(work), shortest_first);
+            |work, shortest_first| queue.behind("a", Priority::default(), work - REQUEST_TOKENS.min(work), shortest_first);
         assert_eq!(behind(100, true), Behind { requests: 3, share: 1.0, outranked: 0.0 });
         assert_eq!(behind(500, true), Behind { requests: 2, share: 0.95, outranked: 0.0 });
         assert_eq!(behind(9_000, true), Behind::default());
@@ -396,13 +396,13 @@ mod tests {
     #[test]
     fn line_is_empty_when_all_requests_have_left() {
         let start = Instant::now();
-        let mut line = line(3, start);
-        line.join(&Waiting::default(), start);
-        for left in [Left::Served, Left::Abandoned, Left::Served] {
-            assert!(!line.is_empty());
-            line.leave(&request("a", 1_000), left, start);
+        let mut queue = queue(3, start);
+        queue.join(&QueueEntry::default(), start);
+        for left in [Departure::Served, Departure::Abandoned, Departure::Served] {
+            assert!(!queue.is_empty());
+            queue.leave(&request("a", 1_000), left, start);
         }
-        line.leave(&Waiting::default(), Left::Served, start);
-        assert!(line.is_empty());
+        queue.leave(&QueueEntry::default(), Departure::Served, start);
+        assert!(queue.is_empty());
     }
 }

@@ -12,13 +12,13 @@ const MEASURED_TOKENS_MIN: usize = 256;
 const WEIGHT: f64 = 0.1;
 
 #[derive(Default)]
-pub(crate) struct Books {
-    state: Mutex<State>,
+pub(crate) struct EngineLoad {
+    state: Mutex<LoadTotals>,
     pub changed: Notify,
 }
 
 #[derive(Default)]
-struct State {
+struct LoadTotals {
     running: u32,
     waiting: u32,
     pending_prefill_tokens: u64,
@@ -30,7 +30,7 @@ struct State {
     progress_at: Option<Instant>,
 }
 
-impl Books {
+impl EngineLoad {
     /// Returns the load, in which all numbers of blocks are 0, and the number of tokens whose KV the running requests use.
     pub fn load(&self) -> (Load, u64) {
         let state = self.state.lock();
@@ -56,15 +56,15 @@ impl Books {
         self.state.lock().progress_at
     }
 
-    fn update(&self, change: impl FnOnce(&mut State)) {
+    fn update(&self, change: impl FnOnce(&mut LoadTotals)) {
         change(&mut self.state.lock());
         self.changed.notify_one();
     }
 }
 
-/// One request's share of the load. Dropping it removes the request from [`Books`].
-pub(crate) struct Work {
-    books: Arc<Books>,
+/// One request's share of the load. Dropping it removes the request from [`EngineLoad`].
+pub(crate) struct LoadShare {
+    engine_load: Arc<EngineLoad>,
     queued_at: Instant,
     prompt_tokens: usize,
     samples: u32,
@@ -79,16 +79,21 @@ struct WorkState {
     last_chunk_at: Option<Instant>,
 }
 
-impl Work {
+impl LoadShare {
     /// Adds a queued request. The engine is expected to compute `new_tokens` tokens of its prompt.
-    pub fn new(books: &Arc<Books>, request_id: String, new_tokens: usize, (prompt_tokens, samples): (usize, usize)) -> Self {
-        books.update(|state| {
+    pub fn new(
+        engine_load: &Arc<EngineLoad>,
+        request_id: String,
+        new_tokens: usize,
+        (prompt_tokens, samples): (usize, usize),
+    ) -> Self {
+        engine_load.update(|state| {
             state.waiting += 1;
             state.pending_prefill_tokens += new_tokens as u64;
             state.included.push(request_id);
         });
         Self {
-            books: Arc::clone(books),
+            engine_load: Arc::clone(engine_load),
             queued_at: Instant::now(),
             prompt_tokens,
             samples: samples as u32,
@@ -98,7 +103,7 @@ impl Work {
 
     pub fn submitted(&self) {
         self.state.lock().submitted_after = Some(self.queued_at.elapsed());
-        self.books.update(|state| {
+        self.engine_load.update(|state| {
             state.waiting -= 1;
             state.running += self.samples;
             state.tokens += self.prompt_tokens as u64;
@@ -112,7 +117,7 @@ impl Work {
     /// Records that the engine has computed the prompt: `computed` tokens in the time `took`.
     pub fn begun(&self, computed: usize, took: Duration) {
         let pending = std::mem::take(&mut self.state.lock().pending);
-        self.books.update(|state| {
+        self.engine_load.update(|state| {
             state.pending_prefill_tokens -= pending;
             state.progress_at = Some(Instant::now());
             if computed >= MEASURED_TOKENS_MIN && took > Duration::ZERO {
@@ -135,7 +140,7 @@ impl Work {
             // chunk.
             before.map(|before| now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
         };
-        self.books.update(|state| {
+        self.engine_load.update(|state| {
             state.tokens += tokens as u64;
             state.progress_at = Some(now);
             step.into_iter().for_each(|step| average(&mut state.decode_step_ms, step));
@@ -143,10 +148,10 @@ impl Work {
     }
 }
 
-impl Drop for Work {
+impl Drop for LoadShare {
     fn drop(&mut self) {
         let WorkState { submitted_after, pending, generated, .. } = std::mem::take(self.state.get_mut());
-        self.books.update(|state| {
+        self.engine_load.update(|state| {
             state.pending_prefill_tokens -= pending;
             match submitted_after {
                 None => state.waiting -= 1,
@@ -169,12 +174,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn load_includes_a_queued_or_running_request_until_it_ends() {
-        let books = Arc::new(Books::default());
+        let engine_load = Arc::new(EngineLoad::default());
         let counts = || {
-            let (load, tokens) = books.load();
+            let (load, tokens) = engine_load.load();
             (load.waiting_requests, load.running_sequences, load.pending_prefill_tokens, tokens)
         };
-        let work = Work::new(&books, "a".to_owned(), 600, (1000, 2));
+        let work = LoadShare::new(&engine_load, "a".to_owned(), 600, (1000, 2));
         assert_eq!(counts(), (1, 0, 600, 0));
         tokio::time::advance(Duration::from_secs(1)).await;
         work.submitted();
@@ -182,15 +187,15 @@ mod tests {
         work.begun(600, Duration::from_secs(2));
         work.generated(1);
         assert_eq!(counts(), (0, 2, 0, 1001));
-        assert_eq!(books.load().0.prefill_tokens_per_second, 300.0);
+        assert_eq!(engine_load.load().0.prefill_tokens_per_second, 300.0);
         tokio::time::advance(Duration::from_millis(5)).await;
         work.generated(1);
-        assert_eq!(books.load().0.decode_step_ms, 10.0);
+        assert_eq!(engine_load.load().0.decode_step_ms, 10.0);
         drop(work);
         assert_eq!(counts(), (0, 0, 0, 0));
-        let waiting = Work::new(&books, "b".to_owned(), 10, (10, 1));
-        assert_eq!(books.take_included(), ["a", "b"]);
+        let waiting = LoadShare::new(&engine_load, "b".to_owned(), 10, (10, 1));
+        assert_eq!(engine_load.take_included(), ["a", "b"]);
         drop(waiting);
-        assert_eq!((counts(), books.take_included()), ((0, 0, 0, 0), Vec::<String>::new()));
+        assert_eq!((counts(), engine_load.take_included()), ((0, 0, 0, 0), Vec::<String>::new()));
     }
 }
