@@ -74,16 +74,7 @@ impl DecodeRequest {
         if request.prompt.is_empty() {
             return Err(Invalid::EmptyPrompt);
         }
-        for (field, bytes, bytes_max, allowed) in [
-            ("request_id", request.request_id.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
-            ("traceparent", request.traceparent.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
-            ("account", request.account.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
-            ("cache_namespace", request.cache_namespace.len(), NAMESPACE_BYTES_MAX, "at most 4096 bytes"),
-        ] {
-            if bytes > bytes_max {
-                return Err(Invalid::OutOfRange { field, allowed });
-            }
-        }
+        check_texts(&request)?;
         if !request.prompt.iter().all(known) {
             return Err(Invalid::UnknownToken);
         }
@@ -102,16 +93,7 @@ impl DecodeRequest {
             }
         }
         let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?)?;
-        let bad_tokens = sampling.bad_words.iter().flat_map(|word| word.forms.iter().flatten());
-        for (field, all_known) in [
-            ("allowed_token_ids", sampling.allowed_token_ids.iter().all(known)),
-            ("logprob_token_ids", sampling.logprob_token_ids.iter().all(known)),
-            ("bad_words", bad_tokens.into_iter().all(known)),
-        ] {
-            if !all_known {
-                return Err(Invalid::OutOfRange { field, allowed: "token ids of the model's vocabulary" });
-            }
-        }
+        check_tokens(&sampling, known)?;
         let generated = request.generated;
         let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
         let in_order = generated.is_sorted_by(|one, next| one.sample < next.sample);
@@ -145,6 +127,33 @@ impl DecodeRequest {
             wait_until: request.wait_max_ms.map(|ms| Instant::now() + Duration::from_millis(ms.into())),
         })
     }
+}
+
+/// Checks the sizes of all texts but the prompt.
+fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
+    let texts = [
+        ("request_id", request.request_id.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
+        ("traceparent", request.traceparent.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
+        ("account", request.account.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
+        ("cache_namespace", request.cache_namespace.len(), NAMESPACE_BYTES_MAX, "at most 4096 bytes"),
+    ];
+    let too_long = texts.into_iter().find(|(_, bytes, bytes_max, _)| bytes > bytes_max);
+    too_long.map_or(Ok(()), |(field, _, _, allowed)| Err(Invalid::OutOfRange { field, allowed }))
+}
+
+/// Checks that the model has all tokens that the options of sampling name.
+fn check_tokens(sampling: &Sampling, known: impl Fn(&TokenId) -> bool) -> Result<(), Invalid> {
+    let bad_tokens = sampling.bad_words.iter().flat_map(|word| word.forms.iter().flatten());
+    for (field, all_known) in [
+        ("allowed_token_ids", sampling.allowed_token_ids.iter().all(&known)),
+        ("logprob_token_ids", sampling.logprob_token_ids.iter().all(&known)),
+        ("bad_words", bad_tokens.into_iter().all(&known)),
+    ] {
+        if !all_known {
+            return Err(Invalid::OutOfRange { field, allowed: "token ids of the model's vocabulary" });
+        }
+    }
+    Ok(())
 }
 
 fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {

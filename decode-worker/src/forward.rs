@@ -7,7 +7,7 @@ use crate::{
     finishing::FinishingAttempt,
 };
 use futures::FutureExt;
-use tandem_engine::Event;
+use tandem_engine::{CachedTokens, Event, TokenLogprobs};
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
 use tandem_worker::{Disconnected, Job, Worker};
 
@@ -15,84 +15,49 @@ use tandem_worker::{Disconnected, Job, Worker};
 const TOKENS_MAX: usize = 256;
 
 /// Forwards all events until the last sample has finished. A slow client delays this task, never the engine.
-///
-/// If `late` is set, the engine may report the cached tokens as late as shortly before the end of the last sample. The client may request
-/// the end of the generation earlier, and still receives that report.
-pub(crate) async fn forward(
-    job: &mut dyn Job,
-    output: Output,
-    client: &ClientStream,
-    late: Option<LateCount<'_>>,
-) -> Result<(), DecodeEnd> {
-    let mut tokens = Pending::default();
-    let mut running = output.samples;
-    let mut finishing = false;
-    let mut stops = Vec::new();
-    while running > 0 {
+pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &ClientStream) -> Result<(), DecodeEnd> {
+    let mut answer = ForwardedAnswer::new(output, client);
+    while answer.running > 0 {
         // Tokens that are available now are sent in one message. No available token waits for a later token.
         let event = match job.next().now_or_never() {
             Some(event) => event,
             None => {
-                tokens.flush(client).await?;
+                answer.flush().await?;
+                job.next().await
+            }
+        };
+        answer.forward(event).await?;
+    }
+    Ok(())
+}
+
+/// Like [`forward`], for an engine that may report the cached tokens as late as shortly before the end of the last sample. The client may request
+/// the end of the generation earlier, and still receives that report.
+pub(crate) async fn forward_late(
+    job: &mut dyn Job,
+    output: Output,
+    client: &ClientStream,
+    late: &LateCount<'_>,
+) -> Result<(), DecodeEnd> {
+    let mut answer = ForwardedAnswer::new(output, client);
+    while answer.running > 0 {
+        let event = match job.next().now_or_never() {
+            Some(event) => event,
+            None => {
+                answer.flush().await?;
                 tokio::select! {
                     biased;
                     event = job.next() => event,
-                    () = finish_requested(&late), if !finishing => {
-                        finishing = true;
-                        job.cancel();
-                        continue;
-                    }
+                    () = late.attempt.finish_requested() => return Ok(late.finish(job, client).await?),
                 }
             }
-        };
-        let event = match (event, &late) {
-            (Some(Event::Scheduled { cached }), Some(late)) => {
-                tokens.flush(client).await?;
-                client.send(Message::Scheduled(late.worker.scheduled(cached))).await?;
-                if finishing {
-                    return Ok(());
-                }
-                continue;
-            }
-            // The engine has ended the cancelled request without a report.
-            (None, _) if finishing => return Ok(()),
-            (Some(_), _) if finishing => continue,
-            (event, _) => event,
         };
         match event {
-            // A stop token is not part of the output; `Finished` names it.
-            Some(Event::Token { sample, token, logprobs }) if output.stop_tokens.contains(&token) => {
-                stops.extend(logprobs.map(|logprobs| (sample, logprobs)));
+            Some(Event::Scheduled { cached }) => {
+                answer.flush().await?;
+                late.send(cached, client).await?;
             }
-            Some(Event::Token { sample, token, logprobs }) => {
-                tokens.push(sample, convert::token(token, logprobs));
-                if tokens.len >= TOKENS_MAX {
-                    tokens.flush(client).await?;
-                }
-            }
-            Some(Event::Finished { sample, reason }) => {
-                tokens.flush(client).await?;
-                let stop = stops.iter().position(|(stopped, _)| *stopped == sample).map(|at| stops.swap_remove(at).1);
-                client.send(Message::Finished(convert::finished(sample, reason, stop))).await?;
-                running -= 1;
-            }
-            Some(Event::Started(started)) => {
-                client.send(Message::DecodeStarted(convert::started(&started))).await?;
-                let chunks = started.chunks.iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
-                client.prefilled(chunks.collect()).await?;
-            }
-            Some(Event::PromptLogprobs(logprobs)) => {
-                client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
-            }
-            Some(Event::Refused(refusal)) => {
-                tokens.flush(client).await?;
-                return Err(refusal.into());
-            }
-            // The job has failed, or the engine has ended: no other event can follow `Started`.
-            _ => {
-                tokens.flush(client).await?;
-                return Err(DecodeEnd::Engine);
-            }
+            event => answer.forward(event).await?,
         }
     }
     Ok(())
@@ -104,10 +69,80 @@ pub(crate) struct LateCount<'a> {
     pub(crate) attempt: FinishingAttempt,
 }
 
-async fn finish_requested(late: &Option<LateCount<'_>>) {
-    match late {
-        Some(late) => late.attempt.finish_requested().await,
-        None => std::future::pending().await,
+impl LateCount<'_> {
+    async fn send(&self, cached: Option<CachedTokens>, client: &ClientStream) -> Result<(), Disconnected> {
+        client.send(Message::Scheduled(self.worker.scheduled(cached))).await
+    }
+
+    /// Cancels the job, and sends the engine's report, unless the engine ends the job without one.
+    async fn finish(&self, job: &mut dyn Job, client: &ClientStream) -> Result<(), Disconnected> {
+        job.cancel();
+        while let Some(event) = job.next().await {
+            if let Event::Scheduled { cached } = event {
+                return self.send(cached, client).await;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An answer that is being forwarded.
+struct ForwardedAnswer<'a> {
+    client: &'a ClientStream,
+    output: Output,
+    pending: Pending,
+    /// The number of samples that have not finished.
+    running: usize,
+    /// The logprobs of stop tokens, by sample.
+    stops: Vec<(u32, TokenLogprobs)>,
+}
+
+impl<'a> ForwardedAnswer<'a> {
+    fn new(output: Output, client: &'a ClientStream) -> Self {
+        Self { client, running: output.samples, output, pending: Pending::default(), stops: Vec::new() }
+    }
+
+    async fn flush(&mut self) -> Result<(), Disconnected> {
+        self.pending.flush(self.client).await
+    }
+
+    async fn forward(&mut self, event: Option<Event>) -> Result<(), DecodeEnd> {
+        match event {
+            // A stop token is not part of the output; `Finished` names it.
+            Some(Event::Token { sample, token, logprobs }) if self.output.stop_tokens.contains(&token) => {
+                self.stops.extend(logprobs.map(|logprobs| (sample, logprobs)));
+            }
+            Some(Event::Token { sample, token, logprobs }) => {
+                self.pending.push(sample, convert::token(token, logprobs));
+                if self.pending.len >= TOKENS_MAX {
+                    self.flush().await?;
+                }
+            }
+            Some(Event::Finished { sample, reason }) => {
+                self.flush().await?;
+                let stop = self.stops.iter().position(|(stopped, _)| *stopped == sample).map(|at| self.stops.swap_remove(at).1);
+                self.client.send(Message::Finished(convert::finished(sample, reason, stop))).await?;
+                self.running -= 1;
+            }
+            Some(Event::Started(started)) => {
+                self.client.send(Message::DecodeStarted(convert::started(&started))).await?;
+                let chunks = started.chunks.iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
+                self.client.prefilled(chunks.collect()).await?;
+            }
+            Some(Event::PromptLogprobs(logprobs)) => {
+                self.client.send(Message::PromptLogprobs(convert::prompt_logprobs(&self.output.prompt, logprobs))).await?;
+            }
+            Some(Event::Refused(refusal)) => {
+                self.flush().await?;
+                return Err(refusal.into());
+            }
+            // The job has failed, or the engine has ended: no other event can follow `Started`.
+            _ => {
+                self.flush().await?;
+                return Err(DecodeEnd::Engine);
+            }
+        }
+        Ok(())
     }
 }
 

@@ -11,7 +11,7 @@ use crate::{
     forward::forward,
     handles::Handles,
     prefill::{PrefillNews, RemotePrefill},
-    worker::{DecodeWorker, RemotePrompt, in_line},
+    worker::{DecodeWorker, RemotePrompt, in_queue},
 };
 use futures::FutureExt;
 use tandem_engine::{Event, Generate, KvSource};
@@ -33,12 +33,12 @@ pub(crate) async fn run(
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
     let culprit = prefill.instance_id.clone();
     let mut job = worker.generate(generate, wait_until).await?;
-    match in_line(wait_until, worker.first_event(start_within, job.next(), client)).await? {
+    match in_queue(wait_until, worker.first_event(start_within, job.next(), client)).await? {
         Some(Event::Submitted) => {}
         other => return Err(ended(other, &worker.common.info.instance_id)),
     }
     let begin = RemotePrefill::begin(&worker.channels, prefill, start, start_within, client);
-    let (mut prefill, first) = in_line(wait_until, begin).await?;
+    let (mut prefill, first) = in_queue(wait_until, begin).await?;
     let deadline = Instant::now() + worker.receive_timeout;
     let pulling = async {
         let handle = handle(&mut *job, &mut prefill, first, client).await?;
@@ -63,7 +63,7 @@ pub(crate) async fn run(
         drop(prefill);
         Ok(())
     };
-    tokio::try_join!(forward(&mut *job, output, client, None), chunks)?;
+    tokio::try_join!(forward(&mut *job, output, client), chunks)?;
     Ok(())
 }
 

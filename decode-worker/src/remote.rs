@@ -10,7 +10,7 @@ use crate::{
     forward::forward,
     prefill::{PrefillNews, RemotePrefill},
     pull,
-    worker::{DecodeWorker, Receiving, RemotePrompt, in_line},
+    worker::{DecodeWorker, Receiving, RemotePrompt, in_queue},
 };
 use std::{convert::Infallible, future::pending};
 use tandem_engine::{Event, Started};
@@ -63,7 +63,7 @@ async fn run_with_transfers(
     let RemotePrompt { request: DecodeRequest { generate, output, start_within, wait_until, .. }, start, prefill, waiting } =
         remote;
     let begin = RemotePrefill::begin(&worker.channels, prefill, start, start_within, client);
-    let (mut prefill, first) = in_line(wait_until, begin).await?;
+    let (mut prefill, first) = in_queue(wait_until, begin).await?;
     let scheduled = match first {
         PrefillNews::Scheduled(scheduled) => scheduled,
         PrefillNews::Failure(failure) => return Err(DecodeEnd::Prefill(failure)),
@@ -92,7 +92,7 @@ async fn run_with_transfers(
     // If this worker has cached all blocks, the prefill is not needed: closing its stream stops it.
     drop(prefill);
     client.prefilled(chunks).await?;
-    forward(&mut *job, output, client, None).await
+    forward(&mut *job, output, client).await
 }
 
 struct Deadlines {
@@ -118,7 +118,7 @@ async fn receive(
     Deadlines { wait_until, received_by }: Deadlines,
 ) -> Result<ReceivedBlocks, DecodeEnd> {
     let mut done: Option<PrefillDone> = None;
-    let overdue = in_line(wait_until, pending::<Result<Infallible, DecodeEnd>>());
+    let overdue = in_queue(wait_until, pending::<Result<Infallible, DecodeEnd>>());
     tokio::pin!(overdue);
     loop {
         tokio::select! {

@@ -5,9 +5,9 @@ use crate::{
     client::ClientStream,
     convert::DecodeRequest,
     failure::DecodeEnd,
-    forward::{LateCount, forward},
+    forward::{LateCount, forward, forward_late},
     remote,
-    worker::{DecodeWorker, in_line},
+    worker::{DecodeWorker, in_queue},
 };
 use std::sync::Arc;
 use tandem_engine::Event;
@@ -89,7 +89,7 @@ impl DecodeWorker {
         let prompt = ScheduledPrompt { request_id, attempt, model, account, prompt, cached: None };
         let job = self.generate(generate, wait_until).await?;
         let mut job = CountedJob::new(job, &self.common, prompt);
-        let first = in_line(wait_until, self.first_event(start_within, job.next(), client)).await?;
+        let first = in_queue(wait_until, self.first_event(start_within, job.next(), client)).await?;
         let mut scheduled = Scheduled { reported_later: true, ..Scheduled::default() };
         let late = match first {
             Some(Event::Scheduled { cached }) => {
@@ -101,6 +101,9 @@ impl DecodeWorker {
             _ => return Err(DecodeEnd::Engine),
         };
         client.send(Message::Scheduled(scheduled)).await?;
-        forward(&mut job, output, client, late).await
+        match late {
+            Some(late) => forward_late(&mut job, output, client, &late).await,
+            None => forward(&mut job, output, client).await,
+        }
     }
 }

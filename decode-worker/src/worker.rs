@@ -48,7 +48,7 @@ impl DecodeWorker {
     /// # Errors
     /// The engine refuses the request, or the request waits in the queue until `wait_until`.
     pub(crate) async fn generate(&self, generate: Generate, wait_until: Option<Instant>) -> Result<Box<dyn Job>, DecodeEnd> {
-        in_line(wait_until, async { Ok(self.common.backend.generate(generate).await?) }).await
+        in_queue(wait_until, async { Ok(self.common.backend.generate(generate).await?) }).await
     }
 
     /// Waits for the first event of a job of this worker. While the job waits in the queue, reports this to the client.
@@ -86,7 +86,10 @@ pub(crate) async fn in_time<T>(
 ///
 /// # Errors
 /// Fails if the wait takes longer, or ends with an error.
-pub(crate) async fn in_line<T>(until: Option<Instant>, wait: impl Future<Output = Result<T, DecodeEnd>>) -> Result<T, DecodeEnd> {
+pub(crate) async fn in_queue<T>(
+    until: Option<Instant>,
+    wait: impl Future<Output = Result<T, DecodeEnd>>,
+) -> Result<T, DecodeEnd> {
     match until {
         None => wait.await,
         Some(until) => timeout_at(until, wait).await.unwrap_or(Err(DecodeEnd::Overloaded)),

@@ -233,7 +233,7 @@ impl Task {
             counts_prompt: generate.prompt_logprobs.is_none() && handle.is_none(),
         };
         let mut handle = handle;
-        let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
+        let samples = samples.into_iter().enumerate().map(|(position, sample)| answer.sample(position, sample, handle.take()));
         try_join_all(samples).await?;
         // Each sample that has begun has recorded what the engine has computed for it. If only the prompt's logprobs were requested, there is none. A
         // request that is cancelled before its first token may leave no blocks in the engine's cache.
@@ -269,8 +269,10 @@ struct SampleSet<'a> {
 }
 
 impl SampleSet<'_> {
-    async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), JobEnd> {
-        if !first {
+    /// Generates the sample at this position of the answer.
+    async fn sample(&self, position: usize, generated: Generated, handle: Option<KvHandle>) -> Result<(), JobEnd> {
+        let is_first = position == 0;
+        if !is_first {
             tokio::select! {
                 biased;
                 () = self.task.cancelled.cancelled() => return Ok(()),
@@ -283,9 +285,9 @@ impl SampleSet<'_> {
         sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
         // The engine generates at least one token. If the limit is 0, that token is not reported.
-        let silent = sampling.max_tokens == Some(0);
+        let is_silent = sampling.max_tokens == Some(0);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
-        if silent && !(first && (self.reports_prompt || handle.is_some())) {
+        if is_silent && !(is_first && (self.reports_prompt || handle.is_some())) {
             return self.task.send(Event::Finished { sample, reason: FinishReason::Length }).await;
         }
         let call = EngineCall {
@@ -293,132 +295,170 @@ impl SampleSet<'_> {
             namespace: self.base.namespace.clone(),
             tokens: [&self.generate.prompt, &*tokens].concat(),
         };
-        match self.run(call, &sampling, (sample, first, silent), handle).await? {
+        let room = (self.task.shared.info.context_length as usize).saturating_sub(call.tokens.len()).max(1);
+        let run = SampleRun {
+            set: self,
+            sample,
+            is_first,
+            is_silent,
+            left: sampling.max_tokens.map_or(room, |max| room.min(max as usize)),
+            // An engine pulls KV even after the lease of the KV has ended, so the adapter checks the time. The lease is twice as long as the handle
+            // is valid.
+            lease_ends: handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for),
+            call,
+            is_aborted: false,
+            has_begun: false,
+            counted: None,
+            last_token: None,
+            finish: None,
+        };
+        match run.run(&sampling, handle).await? {
             Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
             // The cancelled sample returns no error, because an error would also end the other samples before the first sample has reported the
             // number of cached tokens.
             None => Ok(()),
         }
     }
+}
 
-    /// Generates a sample. The tokens of `call` become those that the engine has computed.
-    async fn run(
-        &self,
-        mut call: EngineCall,
-        sampling: &Sampling,
-        (sample, first, silent): (u32, bool, bool),
-        handle: Option<KvHandle>,
-    ) -> Result<Option<FinishReason>, JobEnd> {
-        let Self { task, work, .. } = self;
-        // An engine pulls KV even after the lease of the KV has ended, so the adapter checks the time. The lease is twice as long as the handle is
-        // valid.
-        let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
-        let pulls = handle.is_some();
-        let failed = |failure: EngineFailure, has_begun: bool| {
-            let is_answer = matches!(failure, EngineFailure::Denied { .. } | EngineFailure::Protocol(_));
-            if pulls && !has_begun && (is_answer || failure.refusal().is_none()) {
-                tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
-                return JobEnd::Event(Event::PullFailed);
-            }
-            failure.into()
-        };
-        let mut chunks = task.api.generate(&call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
-        let room = (task.shared.info.context_length as usize).saturating_sub(call.tokens.len()).max(1);
-        let mut left = sampling.max_tokens.map_or(room, |max| room.min(max as usize));
-        let (mut has_begun, mut last_token, mut finish, mut aborted) = (false, None, None, false);
-        let mut counted = None;
+/// One sample, while the engine generates it.
+struct SampleRun<'a> {
+    set: &'a SampleSet<'a>,
+    sample: u32,
+    is_first: bool,
+    /// Whether the sample's token is not reported.
+    is_silent: bool,
+    /// The request. Its tokens become those that the engine has computed.
+    call: EngineCall,
+    /// The number of tokens that the sample may still have.
+    left: usize,
+    /// The time at which the lease of the KV ends that the engine pulls; `None`: it pulls none.
+    lease_ends: Option<Instant>,
+    is_aborted: bool,
+    has_begun: bool,
+    /// The prompt's cached tokens, once the engine has reported them before its last message.
+    counted: Option<u32>,
+    last_token: Option<TokenId>,
+    finish: Option<Finish>,
+}
+
+impl SampleRun<'_> {
+    /// Returns the reason why the sample ended; `None` if it was cancelled.
+    async fn run(mut self, sampling: &Sampling, handle: Option<KvHandle>) -> Result<Option<FinishReason>, JobEnd> {
+        let task = self.set.task;
+        let mut chunks = task.api.generate(&self.call, sampling, handle).await.map_err(|failure| self.failed(failure))?;
         loop {
             let chunk = tokio::select! {
                 biased;
                 chunk = chunks.next() => chunk,
-                () = task.cancelled.cancelled(), if !aborted => {
-                    aborted = true;
-                    task.api.abort(&call.request_id).await;
+                () = task.cancelled.cancelled(), if !self.is_aborted => {
+                    self.is_aborted = true;
+                    task.api.abort(&self.call.request_id).await;
                     continue;
                 }
             };
             let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
-            let AnswerChunk { mut tokens, finish: mut ended, counted: now, mut usage } =
-                chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
-            if tokens.len() > left {
-                tracing::warn!("the engine has generated more tokens than the request allows; the answer ends at the limit");
-                tokens.truncate(left);
-                ended = Some(Finish::Length);
-                usage.get_or_insert(EngineUsage { cached_tokens: None });
+            let chunk = chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| self.failed(failure))?;
+            if let Some(usage) = self.on_chunk(chunk).await? {
+                return self.on_end(usage).await;
             }
-            left -= tokens.len();
-            task.check(tokens.iter().flat_map(|(token, logprobs)| iter::once(*token).chain(alternatives(logprobs))))?;
-            if counted.is_none() && now.is_some() {
-                counted = now;
-                self.count(first, now).await?;
-            }
-            if !has_begun && !tokens.is_empty() {
-                if lease_ends.is_some_and(|end| Instant::now() > end) {
-                    tracing::warn!("a prompt's KV was pulled after the end of its lease, and is not used");
-                    return Err(JobEnd::Event(Event::PullFailed));
-                }
-                has_begun = true;
-                self.begin(first, pulls, &call, counted).await?;
-            }
-            work.generated(tokens.len());
-            for (token, logprobs) in tokens {
-                last_token = Some(token);
-                call.tokens.push(token);
-                if !silent {
-                    task.send(Event::Token { sample, token, logprobs }).await?;
-                }
-            }
-            finish = ended.or(finish);
-            let Some(mut usage) = usage else { continue };
-            if aborted && !has_begun {
-                // For an aborted request, vLLM always reports 0 cached tokens, even if it had found some.
-                usage.cached_tokens = None;
-            }
-            let reason = match (finish, last_token) {
-                _ if silent => Some(FinishReason::Length),
-                (Some(Finish::Stop), Some(token)) => Some(FinishReason::Stop(token)),
-                (Some(Finish::Length), _) => Some(FinishReason::Length),
-                (Some(Finish::Aborted), _) if aborted => None,
-                _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
-            };
-            if counted.is_none() {
-                self.count(first, usage.cached_tokens).await?;
-            }
-            if has_begun {
-                // The engine does not compute the KV of an answer's last token.
-                call.tokens.pop();
-                task.shared.computed(&call);
-            }
-            return Ok(reason);
         }
     }
 
-    async fn count(&self, first: bool, tokens: Option<u32>) -> Result<(), JobEnd> {
-        if !(first && self.counts_prompt) {
-            return Ok(());
+    fn failed(&self, failure: EngineFailure) -> JobEnd {
+        let is_answer = matches!(failure, EngineFailure::Denied { .. } | EngineFailure::Protocol(_));
+        if self.lease_ends.is_some() && !self.has_begun && (is_answer || failure.refusal().is_none()) {
+            tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
+            return JobEnd::Event(Event::PullFailed);
         }
-        self.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.tiers.split(tokens)) }).await
+        failure.into()
     }
 
-    async fn begin(&self, first: bool, pulls: bool, call: &EngineCall, counted: Option<u32>) -> Result<(), JobEnd> {
-        if !first {
+    /// Reports the tokens of a chunk. Returns the engine's report if the chunk is the last one.
+    async fn on_chunk(&mut self, chunk: AnswerChunk) -> Result<Option<EngineUsage>, JobEnd> {
+        let SampleSet { task, work, .. } = self.set;
+        let AnswerChunk { mut tokens, mut finish, counted, mut usage } = chunk;
+        if tokens.len() > self.left {
+            tracing::warn!("the engine has generated more tokens than the request allows; the answer ends at the limit");
+            tokens.truncate(self.left);
+            finish = Some(Finish::Length);
+            usage.get_or_insert(EngineUsage { cached_tokens: None });
+        }
+        self.left -= tokens.len();
+        task.check(tokens.iter().flat_map(|(token, logprobs)| iter::once(*token).chain(alternatives(logprobs))))?;
+        if self.counted.is_none() && counted.is_some() {
+            self.counted = counted;
+            self.count(counted).await?;
+        }
+        if !self.has_begun && !tokens.is_empty() {
+            if self.lease_ends.is_some_and(|end| Instant::now() > end) {
+                tracing::warn!("a prompt's KV was pulled after the end of its lease, and is not used");
+                return Err(JobEnd::Event(Event::PullFailed));
+            }
+            self.has_begun = true;
+            self.begin().await?;
+        }
+        work.generated(tokens.len());
+        for (token, logprobs) in tokens {
+            self.last_token = Some(token);
+            self.call.tokens.push(token);
+            if !self.is_silent {
+                task.send(Event::Token { sample: self.sample, token, logprobs }).await?;
+            }
+        }
+        self.finish = finish.or(self.finish);
+        Ok(usage)
+    }
+
+    async fn on_end(mut self, usage: EngineUsage) -> Result<Option<FinishReason>, JobEnd> {
+        let reason = match (self.finish, self.last_token) {
+            _ if self.is_silent => Some(FinishReason::Length),
+            (Some(Finish::Stop), Some(token)) => Some(FinishReason::Stop(token)),
+            (Some(Finish::Length), _) => Some(FinishReason::Length),
+            (Some(Finish::Aborted), _) if self.is_aborted => None,
+            _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
+        };
+        if self.counted.is_none() {
+            // For a request that is aborted before its first token, vLLM always reports 0 cached tokens, even if it had found some.
+            self.count(usage.cached_tokens.filter(|_| self.has_begun || !self.is_aborted)).await?;
+        }
+        if self.has_begun {
+            // The engine does not compute the KV of an answer's last token.
+            self.call.tokens.pop();
+            self.set.task.shared.computed(&self.call);
+        }
+        Ok(reason)
+    }
+
+    /// Reports the prompt's cached tokens, if this sample is the one that does.
+    async fn count(&self, tokens: Option<u32>) -> Result<(), JobEnd> {
+        if !(self.is_first && self.set.counts_prompt) {
             return Ok(());
         }
-        self.begun.cancel();
-        let took = self.submitted.elapsed();
-        let known = counted.map_or(self.tiers.known(), |tokens| tokens as usize);
-        let computed = if pulls { 0 } else { call.tokens.len().saturating_sub(known) };
-        self.work.begun(computed, took);
-        if !self.reports_prompt {
+        self.set.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.set.tiers.split(tokens)) }).await
+    }
+
+    /// Records that the prompt is computed, if this sample is the first one.
+    async fn begin(&self) -> Result<(), JobEnd> {
+        if !self.is_first {
+            return Ok(());
+        }
+        let SampleSet { task, work, tiers, begun, submitted, reports_prompt, .. } = self.set;
+        begun.cancel();
+        let took = submitted.elapsed();
+        let pulls = self.lease_ends.is_some();
+        let known = self.counted.map_or(tiers.known(), |tokens| tokens as usize);
+        work.begun(if pulls { 0 } else { self.call.tokens.len().saturating_sub(known) }, took);
+        if !reports_prompt {
             return Ok(());
         }
         let started = Started {
-            queue: self.work.queued(),
+            queue: work.queued(),
             kv_transfer: if pulls { took } else { Duration::ZERO },
             kv_transfer_bytes: 0,
             chunks: Vec::new(),
         };
-        self.task.send(Event::Started(started)).await
+        task.send(Event::Started(started)).await
     }
 }
 
