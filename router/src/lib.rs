@@ -115,21 +115,7 @@ pub async fn run(
     let is_connected = |address: &str| cluster.lock().peers.is_connected(address);
     let watch_peer = move |address: &str| PeerWatcher(remote(address, &[PeerRole::Router])).run();
     let peers = watch_all("routers", peers, &cluster.peer_left, is_connected, watch_peer, || {});
-    let startup_timeout = async {
-        tokio::time::sleep(STARTUP_TIMEOUT).await;
-        cluster.lock().update_unavailable(UnavailableWorkers::stop_expecting);
-        std::future::pending().await
-    };
     let released = CancellationToken::new();
-    let release = async {
-        shutdown.draining().await;
-        // While another router is connected, frontends book running requests with it, and close their streams to this router.
-        while cluster.lock().peers.len() > 0 {
-            tokio::time::sleep(RELEASE_POLL).await;
-        }
-        released.cancel();
-        std::future::pending().await
-    };
     let service = RouterService {
         cluster: cluster.clone(),
         key: network.key().clone(),
@@ -147,11 +133,29 @@ pub async fn run(
         // The watchers are polled before the server. So the expected workers are known when the first request arrives.
         never = workers => match never {},
         never = peers => match never {},
-        never = startup_timeout => never,
+        never = end_startup(&cluster) => match never {},
         never = cluster.sweep() => match never {},
-        never = release => never,
+        never = release(&cluster, &shutdown, &released) => match never {},
         served = serve => Ok(served?),
     }
+}
+
+/// Stops waiting for workers after the time limit of a start.
+async fn end_startup(cluster: &Cluster) -> Infallible {
+    tokio::time::sleep(STARTUP_TIMEOUT).await;
+    cluster.lock().update_unavailable(UnavailableWorkers::stop_expecting);
+    std::future::pending().await
+}
+
+/// Once the router drains, waits until no other router is connected, and then ends the streams of all requests. While another router is connected,
+/// frontends book running requests with it, and close their streams to this router.
+async fn release(cluster: &Cluster, shutdown: &Shutdown, released: &CancellationToken) -> Infallible {
+    shutdown.draining().await;
+    while cluster.lock().peers.len() > 0 {
+        tokio::time::sleep(RELEASE_POLL).await;
+    }
+    released.cancel();
+    std::future::pending().await
 }
 
 /// Watches every listed process. Calls `on_listed` when the list has been read. If the list is advisory, a connected process that is removed from the list is watched until it

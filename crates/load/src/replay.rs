@@ -3,7 +3,7 @@
 use crate::{
     dispatch::{self, RequestSource},
     http::{Http, UrlError},
-    plan::{Planner, RequestTimes},
+    plan::{Planned, Planner, RequestTimes},
     prompt::{LocalTokenizer, LocalTokenizerError, PromptMaker, WordsError},
     report::{Fact, Recorder, Report, RequestOutcome, Slo},
     request::BodyFields,
@@ -23,7 +23,7 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 /// The number of requests that are made ahead of their time. Each may have a megabyte of text.
@@ -186,15 +186,7 @@ pub async fn replay(
     };
     let (bodies, model) = (planner.bodies.clone(), target.model.clone());
     let (planned, mut rest) = mpsc::channel(PREPARED);
-    let reading = tokio::task::spawn_blocking({
-        let (trace, mut planner) = (trace.clone(), planner);
-        move || {
-            trace.read(&mut |row| match planned.blocking_send(planner.plan(row)) {
-                Ok(()) => ControlFlow::Continue(()),
-                Err(_) => ControlFlow::Break(()),
-            })
-        }
-    });
+    let reading = read(trace.clone(), planner, planned);
     let first = rest.recv().await;
     let (outcomes, mut ended) = mpsc::channel::<RequestOutcome>(OUTCOMES);
     let runner = Arc::new(RequestRunner {
@@ -232,6 +224,16 @@ pub async fn replay(
     reading.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     let name = trace.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
     Ok(recorder.report(format!("replay of {name}"), facts(trace, &settings, &model, skipped)))
+}
+
+/// Plans the requests of the rows on a thread of its own, as far as they are received.
+fn read(trace: Trace, mut planner: Planner, planned: mpsc::Sender<Planned>) -> JoinHandle<Result<(), TraceError>> {
+    tokio::task::spawn_blocking(move || {
+        trace.read(&mut |row| match planned.blocking_send(planner.plan(row)) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(_) => ControlFlow::Break(()),
+        })
+    })
 }
 
 async fn prepare(trace: &Trace, settings: &Settings) -> Result<(BenchTarget, Planner), LoadError> {

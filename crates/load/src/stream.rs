@@ -192,6 +192,12 @@ where
         usage = event.usage.or(usage);
         details = event.tandem.or(details);
     }
+    add_counts(&mut answer, usage, details, with_tokens);
+    Ok(Received { answer, text })
+}
+
+/// Adds what the server reported about the answer. `with_tokens` is the number of events that have tokens.
+fn add_counts(answer: &mut MeasuredAnswer, usage: Option<StreamedUsage>, details: Option<TandemDetails>, with_tokens: u64) {
     let cached = usage.as_ref().and_then(|usage| usage.prompt_tokens_details.as_ref()?.cached_tokens);
     let source = details.as_ref().and_then(|details| details.cached_tokens_source.as_deref());
     answer.cached = match (cached, source) {
@@ -208,7 +214,6 @@ where
         answer.prefill_worker = details.prefill_worker.map(Arc::from).or_else(|| decode.clone());
         answer.decode_worker = decode;
     }
-    Ok(Received { answer, text })
 }
 
 fn failure(class: FailureClass, message: String) -> Failure {

@@ -70,7 +70,14 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Key { command } => print(&key::run(command)?)?,
         Command::Ready(server) => ready::check(&server)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?)?,
-        Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
+        Command::Audit { command } => audit(command)?,
+    }
+    Ok(())
+}
+
+fn audit(command: AuditCommand) -> anyhow::Result<()> {
+    match command {
+        AuditCommand::Report { ledger, json, csv } => {
             let report = audit::report(&audit::read(&[], &ledger, &[])?.ledger)?;
             print(&match (json, csv) {
                 (true, _) => report.json(),
@@ -81,9 +88,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
                 print_error(&note);
             }
         }
-        Command::Audit {
-            command: AuditCommand::Check { servers, client, ledger, metrics, lost_workers, lost_frontend, result },
-        } => {
+        AuditCommand::Check { servers, client, ledger, metrics, lost_workers, lost_frontend, result } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             for server in servers {
                 evidence.metrics.add(&audit::metrics_of(server)?);

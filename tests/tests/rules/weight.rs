@@ -42,7 +42,9 @@ fn defined<'a>(line: &'a str, keyword: &str) -> Option<&'a str> {
 /// Returns the length in lines of the function that begins at the first line, and its parameters. rustfmt closes it at the indentation of its head.
 fn function(lines: &[&str]) -> (usize, String) {
     let indentation = lines[0].len() - lines[0].trim_start().len();
-    let closes = |line: &&str| line.strip_prefix(&lines[0][..indentation]).is_some_and(|rest| rest.starts_with('}'));
+    // A method without a body ends with the line of its closing parenthesis.
+    let is_end = |rest: &str| rest.starts_with('}') || rest.starts_with(')') && rest.ends_with(';');
+    let closes = |line: &&str| line.strip_prefix(&lines[0][..indentation]).is_some_and(is_end);
     let is_one_line = lines[0].ends_with(['}', ';']);
     let end = if is_one_line { 0 } else { lines.iter().position(closes).unwrap_or(0) };
     let head: String = lines[..=end].iter().take_while(|line| !line.trim_start().starts_with("where")).copied().collect();

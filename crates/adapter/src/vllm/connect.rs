@@ -140,23 +140,11 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     // vLLM never stores KV in its first block.
     let capacity_blocks = constants.blocks.saturating_sub(1).saturating_mul(constants.block_size / block_size.max(1));
-    let source = match &settings.events {
-        _ if !constants.prefix_caching => None,
-        KvEvents::None => None,
-        KvEvents::At { endpoint, replay, topic } => Some((endpoint.clone(), replay.clone(), topic.clone())),
-        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, &host)).transpose()?,
+    let subscription = match constants.prefix_caching {
+        true => subscribe(&settings.events, &client, rank, &host).await?,
+        false => None,
     };
-    let subscription = match &source {
-        None => None,
-        Some((endpoint, replay, topic)) => Some(Subscription::start(SubscriptionSettings {
-            endpoint: endpoint.clone(),
-            replay_endpoint: replay.clone(),
-            topic: topic.clone(),
-            data_parallel_rank: rank,
-            timeout: EVENTS_TIMEOUT,
-            check_interval: EVENTS_CHECK_INTERVAL,
-        })?),
-    };
+    let (endpoint, subscription) = subscription.unzip();
     let approximate = subscription.is_none() && constants.prefix_caching;
     let mirror = Mirror::new(MirrorSettings {
         hash_key: settings.hash_key,
@@ -182,7 +170,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         engine_blocks = constants.blocks,
         engine_block_size = constants.block_size,
         block_size,
-        kv_events = source.as_ref().map_or("none", |(endpoint, ..)| endpoint),
+        kv_events = endpoint.as_deref().unwrap_or("none"),
         family = family.as_deref().unwrap_or("none"),
         "connected to a vLLM engine"
     );
@@ -196,6 +184,30 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let (events, silence_max) = (follow_events(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
     let instance = Some(constants.started.to_string());
     Ok(Connected::new(client, ConnectedEngine { shared, family, instance, silence_max, events }, model, loras))
+}
+
+/// Subscribes to the engine's KV events. Returns the endpoint and the subscription; `None`: the engine publishes no events.
+async fn subscribe(
+    events: &KvEvents,
+    client: &VllmClient,
+    rank: u32,
+    host: &str,
+) -> Result<Option<(String, Subscription)>, ConnectError> {
+    let source = match events {
+        KvEvents::None => None,
+        KvEvents::At { endpoint, replay, topic } => Some((endpoint.clone(), replay.clone(), topic.clone())),
+        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, host)).transpose()?,
+    };
+    let Some((endpoint, replay_endpoint, topic)) = source else { return Ok(None) };
+    let subscription = Subscription::start(SubscriptionSettings {
+        endpoint: endpoint.clone(),
+        replay_endpoint,
+        topic,
+        data_parallel_rank: rank,
+        timeout: EVENTS_TIMEOUT,
+        check_interval: EVENTS_CHECK_INTERVAL,
+    })?;
+    Ok(Some((endpoint, subscription)))
 }
 
 fn model_description(served: &ServedModels) -> ModelDescription {

@@ -59,6 +59,37 @@ fn wrong(key: &str, wanted: &'static str) -> ModelError {
 pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, ModelError> {
     let config: RawConfig = json(CONFIG, bytes)?;
     let family = Family::of(&config.model_type)?;
+    let (kv_heads, head_dim) = heads(&config, &family)?;
+    if !config.rms_norm_eps.is_finite() || config.rms_norm_eps <= 0.0 {
+        return Err(wrong("rms_norm_eps", "above 0"));
+    }
+    let parameters = config.rope_parameters.or(config.rope_scaling);
+    let base = parameters.as_ref().and_then(|parameters| parameters.rope_theta).or(config.rope_theta).unwrap_or(10_000.0);
+    if !base.is_finite() || base <= 0.0 {
+        return Err(wrong("rope_theta", "above 0"));
+    }
+    let scaling = parameters.map_or(Ok(Scaling::None), |parameters| scaling(&parameters, config.max_position_embeddings))?;
+    Ok(ModelConfig {
+        layers: config.num_hidden_layers,
+        width: config.hidden_size,
+        heads: config.num_attention_heads,
+        kv_heads,
+        head_dim,
+        ffn: config.intermediate_size,
+        eps: config.rms_norm_eps,
+        // In safetensors, element `i` is paired with element `i + head_dim / 2`. Only conversions to GGUF reorder the rows of a Llama model
+        // so that paired elements are adjacent.
+        rope: Rope::new(Pairs::Halves, head_dim, base, None, scaling),
+        qkv_biases: family.qkv_biases,
+        qk_norms: family.qk_norms,
+        context_length: config.max_position_embeddings,
+        vocab_size: config.vocab_size,
+        tied: config.tie_word_embeddings.unwrap_or(tied_by_absence),
+    })
+}
+
+/// Checks what is supported, and all sizes. Returns the number of KV heads and the width of a head.
+fn heads(config: &RawConfig, family: &Family) -> Result<(usize, usize), ModelError> {
     if config.quantization_config.is_some() {
         return Err(wrong("quantization_config", "absent (quantised safetensors are not supported)"));
     }
@@ -99,32 +130,7 @@ pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, M
     if !is_head_dim(head_dim) {
         return Err(wrong("head_dim", "even, above 0 and below 2^16"));
     }
-    if !config.rms_norm_eps.is_finite() || config.rms_norm_eps <= 0.0 {
-        return Err(wrong("rms_norm_eps", "above 0"));
-    }
-    let parameters = config.rope_parameters.or(config.rope_scaling);
-    let base = parameters.as_ref().and_then(|parameters| parameters.rope_theta).or(config.rope_theta).unwrap_or(10_000.0);
-    if !base.is_finite() || base <= 0.0 {
-        return Err(wrong("rope_theta", "above 0"));
-    }
-    let scaling = parameters.map_or(Ok(Scaling::None), |parameters| scaling(&parameters, config.max_position_embeddings))?;
-    Ok(ModelConfig {
-        layers: config.num_hidden_layers,
-        width: config.hidden_size,
-        heads: config.num_attention_heads,
-        kv_heads,
-        head_dim,
-        ffn: config.intermediate_size,
-        eps: config.rms_norm_eps,
-        // In safetensors, element `i` is paired with element `i + head_dim / 2`. Only conversions to GGUF reorder the rows of a Llama model
-        // so that paired elements are adjacent.
-        rope: Rope::new(Pairs::Halves, head_dim, base, None, scaling),
-        qkv_biases: family.qkv_biases,
-        qk_norms: family.qk_norms,
-        context_length: config.max_position_embeddings,
-        vocab_size: config.vocab_size,
-        tied: config.tie_word_embeddings.unwrap_or(tied_by_absence),
-    })
+    Ok((kv_heads, head_dim))
 }
 
 fn scaling(parameters: &RopeScaling, context_length: u32) -> Result<Scaling, ModelError> {
