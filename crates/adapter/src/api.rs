@@ -1,6 +1,6 @@
 //! The requests that an adapter sends to an engine's server. Each kind of engine implements them with its own protocol.
 
-use crate::http::EngineHttpError;
+use crate::http::HttpError;
 use futures::stream::BoxStream;
 use std::borrow::Cow;
 use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
@@ -102,7 +102,7 @@ pub(crate) enum EngineFailure {
     Failed(String),
     /// The engine is unreachable, or the connection was lost before the answer was complete.
     #[error("the connection to the engine failed")]
-    Connection(#[from] EngineHttpError),
+    Connection(#[from] HttpError),
     /// The engine's answer violates the protocol.
     #[error("the engine sent an invalid answer: {0}")]
     Protocol(String),

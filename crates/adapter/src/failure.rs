@@ -83,7 +83,7 @@ mod tests {
         let silent = String::new();
         for body in [long, silent] {
             let url = http::testing::serve(move |_| (500, ANSWER_MAX * 2, body.clone())).await;
-            let client = http::HttpClient::new(&url, None, None).unwrap();
+            let client = http::EngineHttp::new(&url, None, None).unwrap();
             let answer = client.send(hyper::Method::GET, "/", &[], None).await.unwrap();
             tokio::time::pause();
             assert!(matches!(read(answer).await, EngineFailure::Failed(message) if message == "HTTP 500 without a message"));

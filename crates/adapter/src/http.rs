@@ -1,72 +1,22 @@
-//! A small HTTP/1.1 client for an engine's server: one base address, optional TLS and bearer token, whole or streamed answers.
+//! The client of an engine's server: with the server's key, which is read again when the server refuses it.
 
 use bytes::Bytes;
-use eventsource_stream::{EventStreamError, Eventsource};
-use futures::{Stream, StreamExt};
-use http_body_util::{BodyExt, BodyStream, Full, Limited};
+use futures::Stream;
 use hyper::{
-    Method, Request, Response, StatusCode, Uri,
+    HeaderMap, Method, Response, StatusCode,
     body::Incoming,
     header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue},
 };
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::{
-    client::legacy::{Client, connect::HttpConnector},
-    rt::{TokioExecutor, TokioTimer},
-};
 use parking_lot::Mutex;
-use rustls::{
-    ClientConfig, RootCertStore,
-    pki_types::{CertificateDer, pem::PemObject},
-};
-use std::{
-    error::Error,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
+pub(crate) use tandem_client::{HttpError, whole};
 use tandem_process::Secret;
 use tokio::time::timeout;
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Idle connections are closed after this time. Servers close them later (uvicorn after 5 s), so no request is sent on a connection that the server
-/// is closing.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Maximum size of a whole answer and of one event of a streamed answer, in bytes. The longest are the metrics of a server with many ranks.
 pub(crate) const ANSWER_MAX: usize = 4 << 20;
-
-/// The reason why a request has no complete answer.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum EngineHttpError {
-    #[error("the request received no response")]
-    Request(#[from] hyper_util::client::legacy::Error),
-    #[error("the connection was closed in the middle of the response")]
-    Body(#[from] hyper::Error),
-    #[error("the response is longer than {0} bytes, which is the limit")]
-    TooLong(usize),
-    #[error("no response within {0:?}")]
-    Timeout(Duration),
-    #[error("the response has an event that cannot be read: {0}")]
-    Event(String),
-}
-
-impl EngineHttpError {
-    /// Returns whether the request cannot have ended the server: it has not reached the server, or the server continues to send something else than
-    /// an answer.
-    pub fn cannot_have_ended_the_server(&self) -> bool {
-        match self {
-            Self::Request(error) => {
-                let reason = error.source().and_then(|source| source.downcast_ref::<hyper::Error>());
-                error.is_connect() || reason.is_some_and(hyper::Error::is_parse)
-            }
-            Self::TooLong(_) | Self::Event(_) => true,
-            Self::Body(_) | Self::Timeout(_) => false,
-        }
-    }
-}
 
 /// The reason why a client cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -83,11 +33,8 @@ pub enum ClientError {
 }
 
 #[derive(Clone)]
-pub(crate) struct HttpClient {
-    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    /// The beginning of every URL: the scheme, the authority and a path prefix without a slash at its end.
-    base: Arc<str>,
-    host: Arc<str>,
+pub(crate) struct EngineHttp {
+    http: tandem_client::HttpClient,
     key: Option<Arc<ServerKey>>,
 }
 
@@ -113,32 +60,22 @@ impl ServerKey {
     }
 }
 
-impl HttpClient {
+impl EngineHttp {
     /// Returns a client of the server at `url`. `ca` has PEM certificates of authorities that are trusted besides the public ones.
     pub fn new(url: &str, key: Option<Secret>, ca: Option<&[u8]>) -> Result<Self, ClientError> {
-        let invalid = || ClientError::Url(url.to_owned());
-        let uri: Uri = url.parse().map_err(|_| invalid())?;
-        let host = uri.host().filter(|_| matches!(uri.scheme_str(), Some("http" | "https")) && uri.query().is_none());
-        let host = host.ok_or_else(invalid)?.into();
         let with_header = |secret: Secret| Ok(Arc::new(ServerKey { bearer: Mutex::new(bearer(&secret)?), secret }));
         let key = key.map(with_header).transpose()?;
-        let mut connector = HttpConnector::new();
-        connector.enforce_http(false);
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
-        let connector =
-            HttpsConnectorBuilder::new().with_tls_config(tls(ca)?).https_or_http().enable_http1().wrap_connector(connector);
-        let client =
-            Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE_TIMEOUT).build(connector);
-        Ok(Self { client, base: url.trim_end_matches('/').into(), host, key })
+        let authorities = tandem_client::authorities(ca).map_err(ClientError::Certificate)?;
+        let http = tandem_client::HttpClient::new(url, authorities, CONNECT_TIMEOUT);
+        Ok(Self { http: http.map_err(|_| ClientError::Url(url.to_owned()))?, key })
     }
 
     pub fn url(&self) -> &str {
-        &self.base
+        self.http.url()
     }
 
     pub fn host(&self) -> &str {
-        &self.host
+        self.http.host()
     }
 
     /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived. If the server refuses the key and the key's file
@@ -152,7 +89,7 @@ impl HttpClient {
         path: &str,
         headers: &[(&'static str, String)],
         json: Option<Vec<u8>>,
-    ) -> Result<Response<Incoming>, EngineHttpError> {
+    ) -> Result<Response<Incoming>, HttpError> {
         let json = Bytes::from(json.unwrap_or_default());
         let key = self.key.as_ref().map(|key| key.header());
         let answer = self.send_once(method.clone(), path, headers, json.clone(), key.clone()).await?;
@@ -173,18 +110,14 @@ impl HttpClient {
         headers: &[(&'static str, String)],
         json: Bytes,
         key: Option<HeaderValue>,
-    ) -> Result<Response<Incoming>, EngineHttpError> {
-        let mut request = Request::new(Full::new(json));
-        *request.method_mut() = method;
-        *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a constant path are a URI");
-        let all = request.headers_mut();
-        all.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    ) -> Result<Response<Incoming>, HttpError> {
+        let mut all = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
         all.extend(key.map(|key| (AUTHORIZATION, key)));
         for (name, value) in headers {
             // A request id with characters that are not allowed in a header is not sent.
             all.extend(HeaderValue::try_from(value).ok().map(|value| (HeaderName::from_static(name), value)));
         }
-        Ok(self.client.request(request).await?)
+        self.http.send(method, path, all, json).await
     }
 
     /// Sends a request and reads the whole answer.
@@ -197,13 +130,13 @@ impl HttpClient {
         path: &str,
         json: Option<Vec<u8>>,
         limit: Duration,
-    ) -> Result<(StatusCode, Bytes), EngineHttpError> {
+    ) -> Result<(StatusCode, Bytes), HttpError> {
         let reading = async {
             let answer = self.send(method, path, &[], json).await?;
             let status = answer.status();
             Ok((status, whole(answer, ANSWER_MAX).await?))
         };
-        timeout(limit, reading).await.unwrap_or(Err(EngineHttpError::Timeout(limit)))
+        timeout(limit, reading).await.unwrap_or(Err(HttpError::Timeout(limit)))
     }
 }
 
@@ -213,50 +146,9 @@ fn bearer(key: &Secret) -> Result<HeaderValue, ClientError> {
     Ok(bearer)
 }
 
-/// Returns the body of an answer.
-///
-/// # Errors
-/// Fails if the body is longer than `max` bytes, or if the connection is lost.
-pub(crate) async fn whole(answer: Response<Incoming>, max: usize) -> Result<Bytes, EngineHttpError> {
-    match Limited::new(answer.into_body(), max).collect().await {
-        Ok(body) => Ok(body.to_bytes()),
-        Err(error) => {
-            Err(error.downcast::<hyper::Error>().map_or(EngineHttpError::TooLong(max), |error| EngineHttpError::Body(*error)))
-        }
-    }
-}
-
 /// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.
-pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, EngineHttpError>> + Send {
-    // The number of bytes that have arrived since the last event. The parser keeps them.
-    let kept = Arc::new(AtomicUsize::new(0));
-    let parsed = Arc::clone(&kept);
-    let pieces = BodyStream::new(answer.into_body()).filter_map(move |frame| {
-        let piece = frame.map_err(EngineHttpError::from).map(|frame| frame.into_data().ok()).transpose();
-        let arrived = piece.as_ref().map_or(0, |piece| piece.as_ref().map_or(0, Bytes::len));
-        let is_too_long = kept.fetch_add(arrived, Ordering::Relaxed) + arrived > ANSWER_MAX;
-        std::future::ready(if is_too_long { Some(Err(EngineHttpError::TooLong(ANSWER_MAX))) } else { piece })
-    });
-    pieces.eventsource().map(move |event| match event {
-        Ok(event) => {
-            parsed.store(0, Ordering::Relaxed);
-            Ok(event.data)
-        }
-        Err(EventStreamError::Transport(error)) => Err(error),
-        Err(error) => Err(EngineHttpError::Event(error.to_string())),
-    })
-}
-
-fn tls(ca: Option<&[u8]>) -> Result<ClientConfig, ClientError> {
-    let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.into() };
-    for certificate in CertificateDer::pem_slice_iter(ca.unwrap_or_default()) {
-        let added =
-            certificate.map_err(|error| error.to_string()).and_then(|der| roots.add(der).map_err(|error| error.to_string()));
-        added.map_err(ClientError::Certificate)?;
-    }
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    Ok(config.expect("ring has the default protocols").with_root_certificates(roots).with_no_client_auth())
+pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, HttpError>> + Send {
+    tandem_client::events(answer, ANSWER_MAX)
 }
 
 #[cfg(test)]
@@ -298,24 +190,25 @@ pub(crate) mod testing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures::StreamExt;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[test]
     fn invalid_url_key_or_certificate_is_refused() {
         for url in ["http://engine:8000", "https://engine", "http://[::1]:8000/base/"] {
-            HttpClient::new(url, Some(Secret::from("secret".to_owned())), None).expect(url);
+            EngineHttp::new(url, Some(Secret::from("secret".to_owned())), None).expect(url);
         }
         for url in ["engine:8000", "ftp://engine", "/path", "http://", "http://engine?x=1", "tcp://engine:1"] {
-            assert!(matches!(HttpClient::new(url, None, None), Err(ClientError::Url(_))), "{url}");
+            assert!(matches!(EngineHttp::new(url, None, None), Err(ClientError::Url(_))), "{url}");
         }
-        assert!(matches!(HttpClient::new("http://e", Some(Secret::from("a\nb".to_owned())), None), Err(ClientError::Key)));
+        assert!(matches!(EngineHttp::new("http://e", Some(Secret::from("a\nb".to_owned())), None), Err(ClientError::Key)));
         let broken = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
-        assert!(matches!(HttpClient::new("http://e", None, Some(broken)), Err(ClientError::Certificate(_))));
+        assert!(matches!(EngineHttp::new("http://e", None, Some(broken)), Err(ClientError::Certificate(_))));
     }
 
-    async fn client(body: String) -> HttpClient {
+    async fn client(body: String) -> EngineHttp {
         let url = testing::serve(move |_| (200, body.len(), body.clone())).await;
-        HttpClient::new(&url, None, None).unwrap()
+        EngineHttp::new(&url, None, None).unwrap()
     }
 
     #[tokio::test]
@@ -330,7 +223,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let write = |key: &str| std::fs::write(file.path(), key).unwrap();
         write("first\n");
-        let client = HttpClient::new(&url, Some(Secret::in_file(file.path().into()).unwrap()), None).unwrap();
+        let client = EngineHttp::new(&url, Some(Secret::in_file(file.path().into()).unwrap()), None).unwrap();
         let status = async || client.read(Method::GET, "/", None, Duration::from_secs(60)).await.unwrap().0;
         assert_eq!(status().await, StatusCode::OK);
         *accepted.lock() = "second";
@@ -348,7 +241,7 @@ mod tests {
     async fn only_a_connection_that_breaks_may_be_the_end_of_the_server() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let client = HttpClient::new(&url, None, None).unwrap();
+        let client = EngineHttp::new(&url, None, None).unwrap();
         let answered = async |answer: String| {
             let serve = async {
                 let (mut stream, _) = listener.accept().await.unwrap();
@@ -380,7 +273,7 @@ mod tests {
     async fn answer_above_the_limit_is_an_error() {
         let read = async |length| client("x".repeat(length)).await.read(Method::GET, "/", None, Duration::from_secs(60)).await;
         assert_eq!(read(ANSWER_MAX).await.unwrap().1.len(), ANSWER_MAX);
-        assert!(matches!(read(ANSWER_MAX + 1).await, Err(EngineHttpError::TooLong(ANSWER_MAX))));
+        assert!(matches!(read(ANSWER_MAX + 1).await, Err(HttpError::TooLong(ANSWER_MAX))));
     }
 
     #[tokio::test]
@@ -392,7 +285,7 @@ mod tests {
         for endless in [line.clone(), format!("data: {line}\n"), format!(":{line}\n")] {
             let answer = client(endless.repeat(9)).await.send(Method::GET, "/", &[], None).await.unwrap();
             let first = Box::pin(events(answer)).next().await;
-            assert!(matches!(first, Some(Err(EngineHttpError::TooLong(_)))), "{first:?}");
+            assert!(matches!(first, Some(Err(HttpError::TooLong(_)))), "{first:?}");
         }
     }
 }

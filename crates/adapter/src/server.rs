@@ -5,7 +5,7 @@ use crate::{
     api::{Api, EngineFailure},
     engine_load::EngineLoad,
     failure,
-    http::{ClientError, EngineHttpError, HttpClient},
+    http::{ClientError, EngineHttp, HttpError},
     mirror::WrongBlockSize,
     shared::AdapterState,
 };
@@ -159,7 +159,7 @@ impl Connected {
 ///
 /// # Errors
 /// Fails if the server does not answer, or answers with an error.
-pub(crate) async fn check_engine(http: &HttpClient) -> Result<(), EngineFailure> {
+pub(crate) async fn check_engine(http: &EngineHttp) -> Result<(), EngineFailure> {
     match failure::check(http.read(Method::GET, "/health", None, CHECK_TIMEOUT).await?) {
         Err(EngineFailure::Full(message)) => Err(EngineFailure::Failed(format!("/health: {message}"))),
         checked => checked.map(drop),
@@ -170,7 +170,7 @@ pub(crate) async fn check_engine(http: &HttpClient) -> Result<(), EngineFailure>
 ///
 /// # Errors
 /// Fails if the server refuses the adapter.
-pub(crate) async fn wait_until<T, F>(http: &HttpClient, describe: impl Fn() -> F) -> Result<T, ConnectError>
+pub(crate) async fn wait_until<T, F>(http: &EngineHttp, describe: impl Fn() -> F) -> Result<T, ConnectError>
 where
     F: Future<Output = Result<T, EngineFailure>>,
 {
@@ -217,13 +217,13 @@ async fn check_health(
     loop {
         sleep(HEALTH_INTERVAL).await;
         let checked = timeout(limit, server.check_health()).await;
-        match checked.unwrap_or(Err(EngineFailure::Connection(EngineHttpError::Timeout(limit)))) {
+        match checked.unwrap_or(Err(EngineFailure::Connection(HttpError::Timeout(limit)))) {
             Ok(now) if now.is_some() && now != *instance => return EngineEnded::Restarted,
             Ok(_) => {
                 (failed, answered_at) = (0, Instant::now());
                 hung.send_replace(false);
             }
-            Err(EngineFailure::Connection(EngineHttpError::Timeout(_))) => {
+            Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
                 let alive_at = engine_load.progress_at().map_or(answered_at, |progress_at| progress_at.max(answered_at));
                 if alive_at.elapsed() >= silence_max && !hung.send_replace(true) {
                     tracing::warn!(

@@ -12,7 +12,7 @@ mod stream;
 mod target;
 pub mod trace;
 
-pub use http::{HttpError, UrlError};
+pub use http::{AnswerError, UrlError};
 pub use hyper::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
 pub use prompt::{LocalTokenizerError, WordsError};
 pub use replay::{LoadError, Pace, PromptKind, ReplayProgress, Settings, replay};

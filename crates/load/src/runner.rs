@@ -1,7 +1,7 @@
 //! Sends requests and reads their answers.
 
 use crate::{
-    http::{Http, HttpError},
+    http::Http,
     plan::{PlannedStep, PlannedWork},
     report::{Expected, Failure, FailureClass, RequestOutcome},
     request::{BodyFields, PreparedRequest},
@@ -14,6 +14,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
+use tandem_client::HttpError;
 use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 

@@ -1,14 +1,14 @@
 //! Reads a streamed answer of the OpenAI API, and takes the time of its tokens.
 
 use crate::{
-    http::{chunks, message, whole},
+    http::message,
     report::{CachedCount, Failure, FailureClass, Gap, MeasuredAnswer},
 };
-use eventsource_stream::{EventStreamError, Eventsource};
 use futures::{Stream, StreamExt};
 use hyper::{Response, body::Incoming, header::CONTENT_TYPE};
 use serde::{Deserialize, de::IgnoredAny};
-use std::{sync::Arc, time::Duration};
+use std::{pin::pin, sync::Arc, time::Duration};
+use tandem_client::{HttpError, events, whole};
 use tokio::time::Instant;
 
 /// Limit on the bytes of the text of one answer, and of the body of a refusal.
@@ -136,7 +136,7 @@ pub(crate) async fn read(response: Response<Incoming>, start: Instant, wanted: &
         ));
     }
     let worker = wanted.worker_header.as_ref().and_then(|name| response.headers().get(name)?.to_str().ok().map(Arc::from));
-    let mut received = read_events(Box::pin(chunks(response)), start, wanted.text).await?;
+    let mut received = read_events(pin!(events(response, ANSWER_MAX)), start, wanted.text).await?;
     if let Some(worker) = worker {
         received.answer.prefill_worker = Some(Arc::clone(&worker));
         received.answer.decode_worker = Some(worker);
@@ -144,34 +144,31 @@ pub(crate) async fn read(response: Response<Incoming>, start: Instant, wanted: &
     Ok(received)
 }
 
-async fn read_events<S, B, E>(chunks: S, start: Instant, wants_text: bool) -> Result<Received, Failure>
-where
-    S: Stream<Item = Result<B, E>> + Unpin,
-    B: AsRef<[u8]>,
-    E: std::error::Error,
-{
-    let mut events = chunks.eventsource();
+async fn read_events(
+    mut events: impl Stream<Item = Result<String, HttpError>> + Unpin,
+    start: Instant,
+    wants_text: bool,
+) -> Result<Received, Failure> {
     let (mut answer, mut text) = (MeasuredAnswer::default(), String::new());
     let (mut last, mut with_tokens, mut bytes): (Option<Duration>, u64, usize) = (None, 0, 0);
     let (mut usage, mut details): (Option<StreamedUsage>, Option<TandemDetails>) = (None, None);
     loop {
-        let event = match events.next().await {
-            Some(Ok(event)) => event,
-            Some(Err(EventStreamError::Transport(error))) => {
+        let data = match events.next().await {
+            Some(Ok(data)) => data,
+            Some(Err(HttpError::Body(error))) => {
                 return Err(failure(FailureClass::CutStream, format!("the connection was lost within the stream: {error}")));
             }
             Some(Err(error)) => return Err(failure(FailureClass::MalformedStream, error.to_string())),
             None => return Err(failure(FailureClass::CutStream, "the stream ended without [DONE]".to_owned())),
         };
-        if event.data == "[DONE]" {
+        if data == "[DONE]" {
             break;
         }
         let now = start.elapsed();
-        bytes += event.data.len();
+        bytes += data.len();
         if bytes > ANSWER_MAX {
             return Err(failure(FailureClass::MalformedStream, "the answer has no end".to_owned()));
         }
-        let data = event.data;
         let event: StreamEvent = serde_json::from_str(&data).map_err(|error| {
             failure(FailureClass::MalformedStream, format!("an event is not what the API specifies: {error}"))
         })?;
@@ -224,7 +221,7 @@ fn failure(class: FailureClass, message: String) -> Failure {
 mod tests {
     use super::*;
     use futures::stream;
-    use std::convert::Infallible;
+    use tandem_client::events_of;
 
     /// Reads a stream whose events arrive 10 ms apart.
     async fn received(events: &[&str]) -> Result<Received, Failure> {
@@ -232,9 +229,9 @@ mod tests {
         let events: Vec<String> = events.iter().map(|event| format!("data: {event}\n\n")).collect();
         let chunks = stream::iter(events).then(async |event| {
             tokio::time::sleep(Duration::from_millis(10)).await;
-            Ok::<_, Infallible>(event)
+            Ok(event)
         });
-        read_events(Box::pin(chunks), start, true).await
+        read_events(pin!(events_of(chunks, ANSWER_MAX)), start, true).await
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 //! The server that is measured: what it serves, and how it counts tokens.
 
 use crate::{
-    http::{Http, HttpError},
+    http::{AnswerError, Http},
     prompt::CountTokens,
 };
 use hyper::StatusCode;
@@ -22,7 +22,7 @@ pub(crate) struct BenchTarget {
 pub enum TargetError {
     /// The list of models cannot be read.
     #[error("the server's models cannot be read; start the server, correct --url, or name the model with --model")]
-    Models(#[source] HttpError),
+    Models(#[source] AnswerError),
     /// The server serves no model.
     #[error("the server lists no models; name the model with --model")]
     NoModel,
@@ -35,7 +35,7 @@ pub enum TokenizeError {
     #[error(
         "the server does not answer at /tokenize; name the model's tokenizer.json with --tokenizer, or send token ids with --prompt ids"
     )]
-    Http(#[source] HttpError),
+    Http(#[source] AnswerError),
     /// The answer has no count.
     #[error(
         "the server's answer at /tokenize has neither `count` nor `tokens`; name the model's tokenizer.json with --tokenizer"
@@ -58,7 +58,7 @@ impl BenchTarget {
             // The server refuses all requests with this header if it does not trust this client.
             let detailed = Self { http: target.http.clone().with_header(DETAILS.0, DETAILS.1), ..target.clone() };
             match detailed.count("a").await {
-                Err(TokenizeError::Http(HttpError::Status { status: StatusCode::FORBIDDEN, .. })) => {}
+                Err(TokenizeError::Http(AnswerError::Status { status: StatusCode::FORBIDDEN, .. })) => {}
                 _ => target = detailed,
             }
         }

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Exported, Finish},
     failure,
-    http::{self, HttpClient},
+    http::{self, EngineHttp},
     server::{self, EngineServer, Instance},
 };
 use bytes::Bytes;
@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) struct LlamaCppClient {
-    http: HttpClient,
+    http: EngineHttp,
     settings: BodySettings,
     running: Arc<RunningRequests>,
 }
@@ -67,16 +67,16 @@ pub(super) struct SlotSettings {
 }
 
 impl LlamaCppClient {
-    pub fn new(http: HttpClient, settings: BodySettings) -> Self {
+    pub fn new(http: EngineHttp, settings: BodySettings) -> Self {
         Self { http, settings, running: Arc::default() }
     }
 }
 
-async fn get(http: &HttpClient, path: &str) -> Result<Bytes, EngineFailure> {
+async fn get(http: &EngineHttp, path: &str) -> Result<Bytes, EngineFailure> {
     failure::check(http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
 }
 
-pub(super) async fn models(http: &HttpClient) -> Result<Vec<ListedModel>, EngineFailure> {
+pub(super) async fn models(http: &EngineHttp) -> Result<Vec<ListedModel>, EngineFailure> {
     #[derive(Deserialize)]
     struct Models {
         data: Vec<ListedModel>,
@@ -84,7 +84,7 @@ pub(super) async fn models(http: &HttpClient) -> Result<Vec<ListedModel>, Engine
     Ok(response::json::<Models>(&get(http, "/v1/models").await?)?.data)
 }
 
-pub(super) async fn props(http: &HttpClient) -> Result<Props, EngineFailure> {
+pub(super) async fn props(http: &EngineHttp) -> Result<Props, EngineFailure> {
     response::json(&get(http, "/props").await?)
 }
 
@@ -92,7 +92,7 @@ pub(super) async fn props(http: &HttpClient) -> Result<Props, EngineFailure> {
 ///
 /// # Errors
 /// Fails if the server does not answer, or answers with an error.
-pub(super) async fn special_token(http: &HttpClient, text: &str) -> Result<Option<TokenId>, EngineFailure> {
+pub(super) async fn special_token(http: &EngineHttp, text: &str) -> Result<Option<TokenId>, EngineFailure> {
     #[derive(Deserialize)]
     struct Tokens {
         tokens: Vec<TokenId>,
@@ -102,7 +102,7 @@ pub(super) async fn special_token(http: &HttpClient, text: &str) -> Result<Optio
     Ok(if let [token] = *tokens.as_slice() { Some(token) } else { None })
 }
 
-async fn tokenize(http: &HttpClient, request: &serde_json::Value) -> Result<Bytes, EngineFailure> {
+async fn tokenize(http: &EngineHttp, request: &serde_json::Value) -> Result<Bytes, EngineFailure> {
     let body = Some(request.to_string().into_bytes());
     failure::check(http.read(Method::POST, "/tokenize", body, ANSWER_TIMEOUT).await?)
 }
@@ -207,7 +207,7 @@ impl Api for LlamaCppClient {
 }
 
 /// Sends a request. Returns its answer when the server has begun to compute the prompt.
-async fn events(http: &HttpClient, body: Vec<u8>) -> Result<BoxStream<'static, Result<String, EngineFailure>>, EngineFailure> {
+async fn events(http: &EngineHttp, body: Vec<u8>) -> Result<BoxStream<'static, Result<String, EngineFailure>>, EngineFailure> {
     let answer = http.send(Method::POST, "/completion", &[], Some(body)).await?;
     if !answer.status().is_success() {
         return Err(failure::read(answer).await);
@@ -227,7 +227,7 @@ impl Drop for RunningGuard {
 }
 
 struct CompletionStream {
-    http: HttpClient,
+    http: EngineHttp,
     stop_token_ids: Vec<TokenId>,
     top: Option<u32>,
     end_token: Option<TokenId>,

@@ -5,7 +5,7 @@ use super::{
     request::BodySettings,
 };
 use crate::{
-    http::HttpClient,
+    http::EngineHttp,
     mirror::{Mirror, MirrorSettings},
     server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
     shared::AdapterState,
@@ -102,11 +102,11 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
     Ok(Connected::new(Arc::new(client), engine, of_model, Vec::new()))
 }
 
-fn http(settings: &LlamaCppSettings) -> Result<HttpClient, ConnectError> {
-    Ok(HttpClient::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?)
+fn http(settings: &LlamaCppSettings) -> Result<EngineHttp, ConnectError> {
+    Ok(EngineHttp::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?)
 }
 
-async fn describe(http: &HttpClient) -> Result<Described, ConnectError> {
+async fn describe(http: &EngineHttp) -> Result<Described, ConnectError> {
     let describe = || async {
         let (models, props) = (client::models(http).await?, client::props(http).await?);
         let end_token = match props.eos_token.as_deref() {

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     api::{AnswerChunk, Api, EngineCall, EngineFailure, Exported},
     failure,
-    http::{self, ANSWER_MAX, HttpClient},
+    http::{self, ANSWER_MAX, EngineHttp},
     salt::cache_salt,
     server::{self, EngineServer, Instance},
 };
@@ -34,7 +34,7 @@ const PROMPT_LOGPROBS_MAX: usize = 64 << 20;
 const ID_PREFIX: &str = "generate-tokens-";
 
 pub(super) struct VllmClient {
-    http: HttpClient,
+    http: EngineHttp,
     rank: Option<u32>,
     hash_key: HashKey,
     served: ServedModels,
@@ -53,7 +53,7 @@ pub(super) struct ServedModels {
 }
 
 pub(super) struct ClientSettings {
-    pub http: HttpClient,
+    pub http: EngineHttp,
     pub rank: Option<u32>,
     pub hash_key: HashKey,
     pub handle_valid: Duration,
@@ -92,7 +92,7 @@ impl VllmClient {
         Self { served, ..self }
     }
 
-    pub fn http(&self) -> &HttpClient {
+    pub fn http(&self) -> &EngineHttp {
         &self.http
     }
 

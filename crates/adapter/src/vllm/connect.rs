@@ -6,7 +6,7 @@ use super::{
     metrics::{self, EngineConstants},
 };
 use crate::{
-    http::HttpClient,
+    http::EngineHttp,
     mirror::{Mirror, MirrorSettings},
     server::{self, ConnectError, Connected, ConnectedEngine, EngineEnded, ModelDescription, ServerDescription},
     shared::AdapterState,
@@ -102,7 +102,7 @@ impl From<InvalidEndpoint> for ConnectError {
 /// # Errors
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
-    let http = HttpClient::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?;
+    let http = EngineHttp::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?;
     let client = VllmClient::new(ClientSettings {
         http,
         rank: settings.rank,
@@ -124,7 +124,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> {
     let url = &settings.url;
-    let http = HttpClient::new(url, settings.key.clone(), settings.ca.as_deref())?;
+    let http = EngineHttp::new(url, settings.key.clone(), settings.ca.as_deref())?;
     let host = http.host().to_owned();
     let client = VllmClient::new(ClientSettings {
         http,
