@@ -316,7 +316,7 @@ with as many busy loops is two thirds for one thread and a half for two.
 
 def main():
     parser = argparse.ArgumentParser(prog="bench/cpu.sh", description=__doc__)
-    parser.add_argument("--ours", required=True, help="the compiled crates/engine/benches/cpu.rs (given by bench/cpu.sh)")
+    parser.add_argument("--ours", required=True, help="the compiled crates/devices/benches/cpu.rs (given by bench/cpu.sh)")
     parser.add_argument("--model", required=True, help="a .gguf file (given by bench/cpu.sh: TANDEM_MODEL or the default model)")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="rounds of every workload (default: %(default)s)")
     parser.add_argument("--only", choices=("quiet", "busy"), help="print this table only")

@@ -37,6 +37,6 @@ if [ -z "${TANDEM_MODEL:-}" ]; then
     lines=$(cargo run --release --locked -p tandem -- model fetch)
     TANDEM_MODEL=${lines##*$'\n'}
 fi
-ours=$(cargo bench --locked -p tandem-engine --bench cpu --no-run --message-format=json |
+ours=$(cargo bench --locked -p tandem-devices --bench cpu --no-run --message-format=json |
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
 exec "$python" bench/cpu.py --ours "$ours" --model "$TANDEM_MODEL" "$@"

@@ -1,4 +1,4 @@
-"""Runs llama.cpp for bench/cpu.py, with the same protocol as `crates/engine/benches/cpu.rs --stdin`: each line of the input names a workload, and
+"""Runs llama.cpp for bench/cpu.py, with the same protocol as `crates/devices/benches/cpu.rs --stdin`: each line of the input names a workload, and
 the answer is the seconds of one round. The tokens, the chunks and the tokens with logits are the same as in our benchmark.
 
 The first line of the output is llama.cpp's description of its build."""

@@ -25,7 +25,7 @@ from gpu_reference import Config, error_of, forward, small_models, write_large_m
 
 # The seconds after which a part is ended.
 LIMITS = {"smoke": 240, "right": 240, "kernels": 200, "speed": 480, "handoff": 150, "turns": 300, "sanitize": 1200}
-# Limits on the norm of the logits' error, relative to the logits' norm, as in crates/engine/src/cuda/tests/models.rs.
+# Limits on the norm of the logits' error, relative to the logits' norm, as in crates/devices/src/cuda/tests/models.rs.
 ERROR_MAX = {"bfloat16": 2e-2, "float16": 3e-3}
 # Logits that differ by less than this many standard deviations of their row are a tie.
 TIE = 5e-2

@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ "${1:-}" = build ]; then
-    ours=$(cargo bench --locked -p tandem-engine --bench cuda --no-run --message-format=json |
+    ours=$(cargo bench --locked -p tandem-devices --features cuda --bench cuda --no-run --message-format=json |
         sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
     mkdir -p target/gpu
     cp "$ours" target/gpu/cuda

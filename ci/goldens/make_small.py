@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes small.json, with which crates/engine/src/cpu/tests/goldens.rs checks small random models: all types of weights, all families, all kinds of
+"""Writes small.json, with which crates/devices/src/cpu/tests/goldens.rs checks small random models: all types of weights, all families, all kinds of
 RoPE scaling. The test writes the models. Run this script only if these models change.
 
     pip install gguf numpy llama-cpp-python
-    mkdir /tmp/small && TANDEM_SMALL_MODELS=/tmp/small cargo test -p tandem-engine --lib small_models_are_written_for_the_reference_script -- --ignored
+    mkdir /tmp/small && TANDEM_SMALL_MODELS=/tmp/small cargo test -p tandem-devices --lib small_models_are_written_for_the_reference_script -- --ignored
     python make_small.py /tmp/small
 
 Format: [{"model", "revision", "tokens", "logits"}], with numpy's logits of the last token, computed in double precision from weights that the

@@ -9,7 +9,8 @@ use std::{
     time::Duration,
 };
 use tandem_decode_worker::DecodeWorkerSettings;
-use tandem_engine::{EngineHandle, EngineSettings, sim::SimSettings};
+use tandem_devices::sim::SimSettings;
+use tandem_engine::{EngineHandle, EngineSettings};
 use tandem_frontend::FrontendSettings;
 use tandem_grammar::Vocabulary;
 use tandem_kv::HashKey;

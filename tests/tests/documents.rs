@@ -4,10 +4,8 @@
 use anyhow::{Context, Result};
 use serde_json::json;
 use std::{collections::VecDeque, time::Duration};
-use tandem_engine::{
-    EngineHandle,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::EngineHandle;
 use tandem_frontend::FrontendSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{

@@ -18,7 +18,11 @@ pub enum ChunkError {
 }
 
 impl EngineInfo {
-    pub(crate) fn check_chunk(&self, chunk: &Chunk<'_>) -> Result<(), ChunkError> {
+    /// Checks that the engine can compute the chunk.
+    ///
+    /// # Errors
+    /// Fails if the chunk is empty, lacks blocks, or exceeds the model or the KV memory.
+    pub fn check_chunk(&self, chunk: &Chunk<'_>) -> Result<(), ChunkError> {
         let &Self { vocab_size, context_length, block_size, capacity_blocks, .. } = self;
         let tokens = chunk.tokens.len();
         let end = chunk.start as usize + tokens;

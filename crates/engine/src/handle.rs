@@ -8,8 +8,7 @@ mod constraints;
 mod driver;
 
 use crate::machine::JobId;
-use crate::sim::SimClock;
-use crate::{Engine, EngineInfo, Event, Generate, Prefill, Refusal, WriteRefused, ticket};
+use crate::{Engine, EngineInfo, Event, Generate, Prefill, Refusal, SimClock, WriteRefused, ticket};
 use bytes::Bytes;
 use constraints::Constraints;
 use driver::{Accepted, Command, Driver};

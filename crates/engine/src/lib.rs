@@ -1,24 +1,30 @@
 //! Schedules token chunks into steps and runs them on a device.
 //!
-//! [`Engine`] is the device: [`cpu`], [`cuda`] and [`sim`] implement it. The rest of this crate is the same for all devices: the scheduler,
-//! which decides which chunks make a step; sampling; and the thread that owns device and scheduler ([`EngineHandle`]).
+//! [`Engine`] is the device, which another crate implements. This crate is the same for all devices: the scheduler, which decides which
+//! chunks make a step; sampling; and the thread that owns device and scheduler ([`EngineHandle`]).
 
 mod chunk;
-pub mod cpu;
-pub mod cuda;
+mod clock;
 mod event;
 mod handle;
 mod machine;
 mod request;
 mod sampling;
+#[cfg(test)]
+#[path = "../../devices/src/sim.rs"]
 pub mod sim;
 mod ticket;
 
+/// The simulated device, with which the tests of the scheduler run, names this crate as other crates do.
+#[cfg(test)]
+extern crate self as tandem_engine;
+
 pub use chunk::ChunkError;
+pub use clock::SimClock;
 pub use event::{CachedTokens, Event, FinishReason, KvHandle, PrefillChunk, Started};
 pub use handle::{EngineHandle, EngineSettings, Job};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
-pub use sampling::{BadWord, SampleRequest, SampledToken, Sampling, TokenLogprob, TokenLogprobs};
+pub use sampling::{Adjustment, BadWord, NO_TOKEN, SampleRequest, SampledToken, Sampler, Sampling, TokenLogprob, TokenLogprobs};
 pub use ticket::WriteRefused;
 
 use std::sync::Arc;
@@ -32,7 +38,7 @@ pub trait Engine: Send + 'static {
     /// Computes the KV of every chunk's tokens, writes the KV into the chunk's blocks, and returns the results that the chunks' [`Logits`] request.
     ///
     /// The result of a chunk must depend only on its tokens, their positions and the KV before them: not on the other chunks of the step, nor on the
-    /// positions at which chunks begin (bit for bit on [`cpu`] and [`sim`]).
+    /// positions at which chunks begin (bit for bit on `cpu` and `sim`).
     ///
     /// # Errors
     /// Returns [`EngineError::Step`] if this step failed; the KV of its chunks is then undefined. Returns [`EngineError::Lost`] if the device cannot

@@ -9,18 +9,20 @@ mod constrained;
 mod masks;
 mod request;
 
+pub use changes::Adjustment;
 pub(crate) use constrained::{Prepared, compile, refusal as constraint_refusal};
 #[cfg(test)]
 pub(crate) use masks::MaskResult;
 pub(crate) use masks::MaskThreads;
 pub use request::{SampleRequest, SampledToken};
 
+use crate::Refusal;
 use changes::Changes;
 use constrained::Constrained;
 use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::{collections::HashMap, sync::Arc};
-use tandem_grammar::{Constraint, Mask, MatchError};
+use tandem_grammar::{Constraint, Mask, MatchError, Vocabulary};
 use tandem_kv::{TokenId, mix};
 
 /// Sampling parameters. The defaults are those of OpenAI's API.
@@ -114,8 +116,9 @@ impl Default for Sampling {
     }
 }
 
+/// The state from which the next token of a sample is sampled.
 #[derive(Clone, Debug)]
-pub(crate) struct Sampler {
+pub struct Sampler {
     sampling: Sampling,
     /// Changes to logits by penalties and biases. Tokens of the prompt and the output are recorded only if a penalty depends on them.
     changes: Changes,
@@ -135,10 +138,11 @@ type Candidate = (TokenId, f32);
 const LOG_WEIGHT_MIN: f32 = -50.0;
 
 /// Stands for the token that could not be sampled because all logits are NaNs: weights or KV are broken.
-pub(crate) const NO_TOKEN: TokenId = TokenId::MAX;
+pub const NO_TOKEN: TokenId = TokenId::MAX;
 
 impl Sampler {
-    pub(crate) fn new(sampling: Sampling, prompt: &[TokenId]) -> Self {
+    /// Returns the state after a prompt, without a constraint.
+    pub fn new(sampling: Sampling, prompt: &[TokenId]) -> Self {
         let mut changes = Changes::default();
         if sampling.repetition_penalty != 1.0 {
             prompt.iter().for_each(|token| changes.of(*token).seen = true);
@@ -154,13 +158,23 @@ impl Sampler {
         Self { sampling, changes, generated_len: 0, recent: Vec::new(), recent_max, prepared, constrained }
     }
 
+    /// Adds a constraint. Its masks are computed where they are requested, so no token is late.
+    ///
+    /// # Errors
+    /// Fails if the constraint cannot be enforced.
+    pub fn constrained(self, vocabulary: &Vocabulary, constraint: &Constraint) -> Result<Self, Refusal> {
+        let fresh = compile(vocabulary, constraint, &self.sampling.stop_token_ids)?;
+        let prepared = Prepared::new(fresh, &[], MaskThreads::none(), "".into())?;
+        Ok(self.with_constraint(Some(Arc::new(prepared))))
+    }
+
     pub(crate) fn with_constraint(self, prepared: Option<Arc<Prepared>>) -> Self {
         Self { prepared, ..self }
     }
 
     /// Returns the initial state for sample number `sample` of the same prompt and parameters. `generated` has the tokens that another worker has
     /// already generated for this sample.
-    pub(crate) fn for_sample(&self, sample: u32, generated: &[TokenId]) -> Self {
+    pub fn for_sample(&self, sample: u32, generated: &[TokenId]) -> Self {
         let mut sampler = self.clone();
         sampler.sampling.seed = self.sampling.seed.wrapping_add(u64::from(sample));
         generated.iter().for_each(|token| sampler.count(*token));
@@ -197,8 +211,8 @@ impl Sampler {
     }
 
     /// Samples the token at `position` of the sequence from the logits of the token before it. The caller [accepts](Self::accept) it, unless
-    /// it is [`NO_TOKEN`] or [late](Self::take_late).
-    pub(crate) fn sample(&self, logits: &[f32], position: u32) -> SampledToken {
+    /// it is [`NO_TOKEN`], or the mask of the constraint was late.
+    pub fn sample(&self, logits: &[f32], position: u32) -> SampledToken {
         if logits.first().is_some_and(|logit| logit.is_nan()) && logits.iter().all(|logit| logit.is_nan()) {
             return SampledToken { token: NO_TOKEN, logprobs: None };
         }
@@ -222,7 +236,7 @@ impl Sampler {
     ///
     /// # Errors
     /// Fails if the constraint does not allow the token, or is too complex to be continued.
-    pub(crate) fn accept(&mut self, token: TokenId) -> Result<(), MatchError> {
+    pub fn accept(&mut self, token: TokenId) -> Result<(), MatchError> {
         self.count(token);
         let is_stop = self.is_stop(token);
         self.constrained.as_mut().filter(|_| !is_stop).map_or(Ok(()), |constrained| constrained.accept(token))

@@ -18,10 +18,8 @@ use std::{
     time::Duration,
 };
 use tandem_decode_worker::DecodeWorkerSettings;
-use tandem_engine::{
-    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::{Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput};
 use tandem_frontend::FrontendSettings;
 use tandem_kv::{BlockId, HashKey, SequenceHash};
 use tandem_prefill_worker::PrefillWorkerSettings;

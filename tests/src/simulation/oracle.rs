@@ -3,10 +3,8 @@
 
 use super::plan::{BLOCK_SIZE, RequestSpec};
 use crate::services::engine_settings;
-use tandem_engine::{
-    EngineHandle, EngineSettings, Event, FinishReason, Generate, KvSource, Sampling,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::{EngineHandle, EngineSettings, Event, FinishReason, Generate, KvSource, Sampling};
 use tandem_kv::{Namespace, Priority};
 use tandem_model::sim::IM_END;
 

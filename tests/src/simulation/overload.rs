@@ -11,7 +11,8 @@ use super::{
 };
 use anyhow::{Context, Result, ensure};
 use std::time::Duration;
-use tandem_engine::{EngineSettings, sim::SimSettings};
+use tandem_devices::sim::SimSettings;
+use tandem_engine::EngineSettings;
 use tandem_kv::HashKey;
 use tandem_router::PrefillPlace;
 use tokio::{

@@ -3,7 +3,8 @@
 use super::{network::Link, random::Random};
 use serde_json::{Value, json};
 use std::time::Duration;
-use tandem_engine::{EngineSettings, sim::SimSettings};
+use tandem_devices::sim::SimSettings;
+use tandem_engine::EngineSettings;
 use tandem_router::PrefillPlace;
 
 /// The first period of the simulation, in milliseconds. All faults start in it, and all requests are sent in it except [`Plan::afterwards`].

@@ -3,10 +3,8 @@
 use super::*;
 use std::any::Any;
 use tandem_adapter::llama_cpp::{self, LlamaCppSettings};
-use tandem_engine::{
-    EngineHandle, EngineSettings, Generated, Prefill, Refusal,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::{EngineHandle, EngineSettings, Generated, Prefill, Refusal};
 use tandem_kv::{BlockAccess, Change, Load, sequence_hashes};
 use tandem_proto::{
     channel,

@@ -2,10 +2,8 @@
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use tandem_engine::{
-    EngineHandle,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::EngineHandle;
 use tandem_frontend::FrontendSettings;
 use tandem_router::RouterSettings;
 use tandem_tests::{

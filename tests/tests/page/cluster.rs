@@ -2,10 +2,8 @@
 
 use anyhow::Result;
 use std::net::SocketAddr;
-use tandem_engine::{
-    EngineHandle, EngineSettings,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::{EngineHandle, EngineSettings};
 use tandem_frontend::FrontendSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::services::{Services, engine_settings, worker_settings};

@@ -12,7 +12,8 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("grammar", &["kv"]),
     ("proto", &["kv"]),
     ("process", &["proto", "kv"]),
-    ("engine", &["grammar", "kv", "model"]),
+    ("engine", &["grammar", "kv"]),
+    ("devices", &["engine", "grammar", "kv", "model"]),
     ("transfer", &["process", "proto", "kv"]),
     ("router", &["process", "proto", "kv"]),
     ("simulator", &["kv", "load", "router"]),
@@ -24,6 +25,10 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("prefill-worker", &["worker", "process", "proto", "kv", "engine", "transfer"]),
     ("decode-worker", &["worker", "process", "proto", "grammar", "kv", "engine", "transfer"]),
 ];
+
+/// What only the tests of a package use: the helpers in `tests`, the simulated device, and the names of its model. Tests may also use anyhow.
+const FOR_TESTS: [(&str, &str); 3] =
+    [("tandem", "tandem-tests"), ("tandem-engine", "tandem-model"), ("tandem-prefill-worker", "tandem-devices")];
 
 /// The maximum number of lines of a file.
 const LINES_MAX: usize = 500;
@@ -38,8 +43,7 @@ fn dependencies() -> Vec<(String, Vec<String>)> {
         .exec()
         .expect("cargo reads the workspace");
     let crates = metadata.packages.iter().map(|package| {
-        // Tests may use anyhow, and the tests of the binary may use the helpers in `tests`.
-        let is_for_tests = |name: &str| name == "anyhow" || (name, package.name.as_str()) == ("tandem-tests", "tandem");
+        let is_for_tests = |name: &str| name == "anyhow" || FOR_TESTS.contains(&(package.name.as_str(), name));
         let counts = |dependency: &&Dependency| dependency.kind != DependencyKind::Development || !is_for_tests(&dependency.name);
         let names = package.dependencies.iter().filter(counts).map(|dependency| dependency.name.clone()).collect();
         (package.name.to_string(), names)

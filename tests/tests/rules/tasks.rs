@@ -27,8 +27,8 @@ use Fate::*;
 const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/adapter/src/job.rs", 1, EndsItsRequest),
     ("crates/adapter/src/vllm/subscription.rs", 1, EndsItsWorker),
-    ("crates/engine/src/cpu/threads.rs", 1, EndsItsWorker),
-    ("crates/engine/src/cuda/pool.rs", 1, EndsItsWorker),
+    ("crates/devices/src/cpu/threads.rs", 1, EndsItsWorker),
+    ("crates/devices/src/cuda/pool.rs", 1, EndsItsWorker),
     ("crates/engine/src/handle.rs", 1, EndsItsWorker),
     ("crates/engine/src/handle/constraints.rs", 3, EndsItsRequest),
     ("crates/engine/src/sampling/masks.rs", 1, EndsItsRequest),

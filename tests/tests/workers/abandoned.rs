@@ -91,7 +91,7 @@ async fn many_cancelled_requests_do_not_affect_other_requests_on_the_same_connec
 
 #[tokio::test]
 async fn blocks_are_released_whenever_clients_disconnect() {
-    let setup = Setup { sim: tandem_engine::sim::SimSettings { speedup: 20.0, ..Default::default() }, ..Setup::default() };
+    let setup = Setup { sim: tandem_devices::sim::SimSettings { speedup: 20.0, ..Default::default() }, ..Setup::default() };
     let cluster = Cluster::start(setup.clone(), setup).await;
     let requests = (0..60_u32).map(|number| {
         let cluster = &cluster;

@@ -9,7 +9,8 @@ use std::{
         mpsc,
     },
 };
-use tandem_engine::{Chunk, Engine, sim::SimEngine};
+use tandem_devices::sim::SimEngine;
+use tandem_engine::{Chunk, Engine};
 use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
 use tokio::sync::watch;
 

@@ -5,7 +5,7 @@ use crate::{
     harness::{BLOCK_BYTES, Cluster, Setup, TIMEOUT, Worker, prompt},
 };
 use std::{sync::atomic::Ordering, time::Duration};
-use tandem_engine::sim::SimSettings;
+use tandem_devices::sim::SimSettings;
 use tandem_proto::v1::{FailureReason, generate_reply::Message};
 use tandem_transfer::TransferMode;
 

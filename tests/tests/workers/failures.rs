@@ -5,7 +5,7 @@ use crate::{
     relay::write,
 };
 use std::time::Duration;
-use tandem_engine::sim::SimSettings;
+use tandem_devices::sim::SimSettings;
 use tandem_proto::v1::{
     Failure, FailureReason, PrefillReply, PrefillRequest, PrefillStart, Ticket, TransferPath, WorkerRef, generate_reply::Message,
     prefill_reply, prefill_request, prefill_server,

@@ -10,10 +10,8 @@ use std::{
     time::Duration,
 };
 use tandem_decode_worker::DecodeWorkerSettings;
-use tandem_engine::{
-    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::{Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput};
 use tandem_kv::{BlockId, KvMemory};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{Metrics, Shutdown};

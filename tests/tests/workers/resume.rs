@@ -3,7 +3,7 @@
 use crate::harness::{Setup, TIMEOUT, Worker};
 use serde_json::{Value, json};
 use std::{net::SocketAddr, time::Duration};
-use tandem_engine::sim::SimSettings;
+use tandem_devices::sim::SimSettings;
 use tandem_frontend::FrontendSettings;
 use tandem_proto::{
     channel::{PING_INTERVAL, PING_TIMEOUT},

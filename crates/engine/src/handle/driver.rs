@@ -6,8 +6,7 @@ use super::{
 };
 use crate::machine::{Action, JobId, Machine};
 use crate::sampling::Prepared;
-use crate::sim::SimClock;
-use crate::{Engine, EngineError, Event, Generate, Prefill, Refusal, WriteRefused, ticket};
+use crate::{Engine, EngineError, Event, Generate, Prefill, Refusal, SimClock, WriteRefused, ticket};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::sync::Arc;

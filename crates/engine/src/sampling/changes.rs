@@ -5,12 +5,14 @@ use tandem_kv::TokenId;
 
 /// The changes to one token's logit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Adjustment {
+pub struct Adjustment {
+    /// The token.
     pub token: TokenId,
     /// The number of times that the token was generated; 0 if no penalty depends on it.
     pub count: u32,
     /// Whether the token is in the prompt or the output; false if there is no repetition penalty.
     pub seen: bool,
+    /// The number that is added to the logit.
     pub bias: f32,
 }
 

@@ -22,14 +22,14 @@ pub struct SampledToken {
 
 impl SampleRequest<'_> {
     /// Samples a token on the host from a row of logits.
-    pub(crate) fn on_host(&self, row: &[f32]) -> SampledToken {
+    pub fn on_host(&self, row: &[f32]) -> SampledToken {
         self.sampler.sample(row, self.position)
     }
 
     /// Samples one of these tokens, which are in the order of their ids, as [`SampleRequest::on_host`] does from a row in which all other tokens are
     /// too unlikely to be sampled at a temperature of at most 1. Returns `None` if the other tokens matter: for logprobs, penalties, biases and bans,
     /// or at a higher temperature.
-    pub(crate) fn among(&self, candidates: &[(TokenId, f32)]) -> Option<SampledToken> {
+    pub fn among(&self, candidates: &[(TokenId, f32)]) -> Option<SampledToken> {
         let Sampler { sampling, constrained, .. } = self.sampler;
         let is_plain = sampling.temperature <= 1.0
             && sampling.logprobs.is_none()
@@ -45,29 +45,30 @@ impl SampleRequest<'_> {
         Some(SampledToken { token: *token, ..sampled })
     }
 
-    pub(crate) fn sampling(&self) -> &super::Sampling {
+    /// Returns the parameters of the sample.
+    pub fn sampling(&self) -> &super::Sampling {
         &self.sampler.sampling
     }
 
     /// Returns the random number in [0, 1) that selects the token.
-    pub(crate) fn uniform(&self) -> f64 {
+    pub fn uniform(&self) -> f64 {
         uniform(self.sampler.sampling.seed, self.position)
     }
 
     /// Returns the tokens that may be sampled; `None` if all tokens may be sampled. If the mask of the sample's constraint is not ready, the token is
     /// discarded.
-    pub(crate) fn mask(&self, vocab_size: usize) -> Option<Mask> {
+    pub fn mask(&self, vocab_size: usize) -> Option<Mask> {
         self.sampler.mask(vocab_size)
     }
 
     /// Returns whether the sample has a constraint. The mask of a constraint may not be computed yet.
-    pub(crate) fn is_constrained(&self) -> bool {
+    pub fn is_constrained(&self) -> bool {
         self.sampler.constrained.is_some()
     }
 
     /// Returns an [`Adjustment`] for every token whose logit differs from the model's. Together they make the changes that
     /// `Sampler::adjusted` makes.
-    pub(crate) fn adjustments(&self, vocab_size: usize) -> impl Iterator<Item = Adjustment> {
+    pub fn adjustments(&self, vocab_size: usize) -> impl Iterator<Item = Adjustment> {
         let sampler = self.sampler;
         let barred: Vec<TokenId> = sampler.barred().collect();
         let now = move |change: &Adjustment| Adjustment {
@@ -80,7 +81,7 @@ impl SampleRequest<'_> {
 
 impl Sampler {
     /// Returns the request for the token at `position` of the sequence.
-    pub(crate) fn request(&self, position: u32) -> SampleRequest<'_> {
+    pub fn request(&self, position: u32) -> SampleRequest<'_> {
         SampleRequest { sampler: self, position }
     }
 }

@@ -5,7 +5,8 @@ use crate::{
     settings::{ClusterTlsArgsError, DiscoveryArgsError, KeyFileError},
 };
 use std::{error::Error, io, net::SocketAddr, path::PathBuf};
-use tandem_engine::cuda::CudaError;
+#[cfg(feature = "cuda")]
+use tandem_devices::cuda::CudaError;
 use tandem_frontend::{ApiKeyFileError, TlsFilesError};
 use tandem_process::{events::NatsError, trace::TraceError};
 
@@ -37,8 +38,14 @@ pub enum StartError {
     LocalAddress(#[source] io::Error),
     #[error("--tp needs --engine cuda; leave --tp out, or set --threads to use more of the CPU")]
     OneDevice,
+    #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    #[cfg(not(feature = "cuda"))]
+    #[error(
+        "this binary was built without the feature `cuda`; build it with the feature for --engine cuda, or choose another --engine"
+    )]
+    WithoutCuda,
     #[error(
         "--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm"
     )]

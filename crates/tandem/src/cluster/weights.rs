@@ -1,5 +1,8 @@
 //! Loads models. All workers of a process share one copy of the weights; frontends need no weights.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use super::StartError;
 use crate::{
     model::{ModelSource, Store, StoreArgs, StoredModel},
@@ -11,12 +14,13 @@ use std::{
     sync::{Arc, OnceLock},
     time::Duration,
 };
-use tandem_engine::{
-    Engine, EngineHandle, EngineSettings,
+#[cfg(feature = "cuda")]
+use tandem_devices::cuda::CudaModel;
+use tandem_devices::{
     cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
-    cuda::{CudaLimits, CudaModel, CudaSettings},
     sim::{SimEngine, SimSettings, Vocabulary},
 };
+use tandem_engine::{Engine, EngineHandle, EngineSettings};
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile};
 use tandem_proto::ClusterKey;
 use tandem_text::ServedModel;
@@ -45,6 +49,7 @@ pub(super) struct Loaded {
 
 enum ModelDevice {
     Cpu(Arc<CpuModel>),
+    #[cfg(feature = "cuda")]
     Cuda(CudaModel),
     Sim(Vocabulary),
 }
@@ -67,7 +72,10 @@ impl EngineConfig {
     /// Checks that the device exists. This is done before a model is downloaded for it.
     pub(super) fn check_device(&self) -> Result<(), StartError> {
         match self.model.engine {
-            EngineKind::Cuda => Ok(tandem_engine::cuda::check(self.worker.device, self.worker.tp)?),
+            #[cfg(feature = "cuda")]
+            EngineKind::Cuda => Ok(tandem_devices::cuda::check(self.worker.device, self.worker.tp)?),
+            #[cfg(not(feature = "cuda"))]
+            EngineKind::Cuda => Err(StartError::WithoutCuda),
             _ if self.worker.tp > 1 => Err(StartError::OneDevice),
             EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm | EngineKind::LlamaCpp => Ok(()),
         }
@@ -91,9 +99,10 @@ impl EngineConfig {
                 EngineKind::Cpu => {
                     ModelDevice::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?)
                 }
+                #[cfg(feature = "cuda")]
                 EngineKind::Cuda => ModelDevice::Cuda(CudaModel::load(&*file, &self.cuda())?),
                 EngineKind::Sim => ModelDevice::Sim(vocabulary(&served)),
-                EngineKind::Vllm | EngineKind::LlamaCpp => unreachable!("workers with external engines start no engine here"),
+                _ => unreachable!("workers of other devices, and of external engines, load no model"),
             };
             Ok(Loaded::new(served, device))
         })
@@ -120,31 +129,6 @@ impl EngineConfig {
 
     fn capacity_blocks(&self) -> Option<u32> {
         self.worker.capacity_blocks(self.model.engine, self.block_size)
-    }
-
-    fn cuda(&self) -> CudaSettings {
-        // Without a cache directory the kernels are compiled at every start.
-        let kernels_dir = directories::ProjectDirs::from("", "", "tandem").map(|user| user.cache_dir().join("kernels"));
-        CudaSettings {
-            device: self.worker.device,
-            gpus: self.worker.tp,
-            block_size: self.block_size,
-            kernels_dir,
-            tuning: !self.worker.no_gpu_tuning,
-        }
-    }
-
-    fn cuda_limits(&self, share: DeviceShare) -> CudaLimits {
-        /// A step with a full batch has at least this many prompt tokens, however small the budget.
-        const PREFILL_WITH_FULL_BATCH: u32 = 16;
-        let batch_max = self.worker.batch_max;
-        CudaLimits {
-            capacity_blocks: self.capacity_blocks(),
-            engines: share.engines,
-            step_tokens_max: self.chunk_budget().max(batch_max + PREFILL_WITH_FULL_BATCH),
-            sequences_max: batch_max,
-            urgent: share.urgent,
-        }
     }
 
     fn cpu(&self) -> CpuSettings {
@@ -184,6 +168,7 @@ impl Loaded {
 
     fn engine(&self, config: &EngineConfig, share: DeviceShare) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
+            #[cfg(feature = "cuda")]
             ModelDevice::Cuda(weights) => Ok(weights.engine(config.cuda_limits(share))?),
             ModelDevice::Cpu(weights) => {
                 let engine = CpuEngine::new(weights.clone(), config.cpu());

@@ -6,10 +6,8 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
-use tandem_engine::{
-    EngineHandle, EngineSettings, Generate, KvSource, Sampling,
-    sim::{SimEngine, SimSettings},
-};
+use tandem_devices::sim::{SimEngine, SimSettings};
+use tandem_engine::{EngineHandle, EngineSettings, Generate, KvSource, Sampling};
 use tandem_kv::{BlockAccess, Priority, ReadyBlock, Ticket};
 use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{channel::Network, v1::worker_info::Role};
