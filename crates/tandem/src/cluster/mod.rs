@@ -18,6 +18,7 @@ use crate::{
 use parts::ClusterParts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
+use tandem_frontend::FrontendSettings;
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
@@ -170,9 +171,10 @@ impl Cluster {
         parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
         let is_encrypted = settings.frontend.tenants.tls_cert.is_some();
         let needs_key = settings.frontend.tenants.api_keys_file.is_some();
-        let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
-        let restart = RestartArgs::of_one_process();
-        parts.frontend((frontend, None), (routers, restart), settings.frontend, (served, extra, sequences_max), &front);
+        let sequences_max = settings.model.max_concurrent_requests;
+        let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), sequences_max);
+        own.models.extend(extra);
+        parts.frontend(frontend, FrontendSettings { routers: [router.to_string()].into_iter().collect(), ..own }, &front);
         Ok(Self {
             model_id,
             frontend: address,

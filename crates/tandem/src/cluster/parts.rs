@@ -1,13 +1,7 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{EngineConfig, StartError, reachable};
-use crate::{
-    files::{self, Connections},
-    settings::{
-        ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RestartArgs, RouterArgs, TelemetryArgs, TenantArgs,
-        WorkerArgs,
-    },
-};
+use crate::settings::{ClusterTlsArgs, CommonArgs, EngineKind, KvTransfer, RouterArgs, TelemetryArgs, TenantArgs, WorkerArgs};
 use futures::FutureExt;
 use std::{convert::Infallible, future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
@@ -28,7 +22,6 @@ use tandem_proto::{
     v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
 };
 use tandem_router::RouterSettings;
-use tandem_text::ServedModel;
 use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
@@ -234,51 +227,20 @@ impl ClusterParts {
         self.spawn("router", shutdown, tandem_router::run(listener, settings, self.metrics.clone(), shutdown.clone()));
     }
 
-    pub(super) fn frontend(
-        &mut self,
-        (listener, admin): (TcpListener, Option<TcpListener>),
-        (routers, restart): (MemberSource, RestartArgs),
-        args: FrontendArgs,
-        (model, extra_models, sequences_max): (ServedModel, Vec<ServedModel>, u32),
-        shutdown: &Shutdown,
-    ) {
-        let FrontendArgs { limits, tenants, .. } = args;
+    /// Starts a frontend with these settings. The process adds its key, its files and its cluster.
+    pub(super) fn frontend(&mut self, listener: TcpListener, settings: FrontendSettings, shutdown: &Shutdown) {
         let access = std::mem::take(&mut self.access);
-        let connections = Connections { all: limits.max_connections, per_address: limits.max_connections_per_address };
-        let connections = files::within_limit(connections);
-        let mut settings = FrontendSettings {
+        let settings = FrontendSettings {
+            routers: settings.routers.with_key(self.key.clone()),
             tls: access.tls,
             api_keys: access.keys,
             audit_log: access.audit_log,
-            cors_origins: tenants.cors_origin.clone(),
             block_size: self.block_size,
-            concurrent_sequences: sequences_max as usize,
-            sequences_per_client: limits.sequences_per_client(sequences_max),
-            max_wait: limits.max_wait(),
-            body_max_bytes: limits.max_body_bytes,
-            bodies_max_bytes: limits.max_bodies_bytes,
-            encoding_cache_bytes: limits.encoding_cache_bytes,
-            connections_max: connections.all as usize,
-            connections_per_address_max: connections.per_address as usize,
-            hosts: limits.hosts.hosts(),
-            admin,
-            router_wait: Duration::from_secs(restart.router_wait.into()),
-            drain_idle: Duration::from_secs(restart.drain_idle.into()),
-            shares_port: restart.reuse_port,
-            first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
-            resumes: args.resumes,
-            dashboard_requests: args.dashboard_requests as usize,
-            audit_result: args.audit_result,
-            routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
-            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),
-            cache_isolation: tenants.isolation(),
-            trusted_proxies: tenants.trusted_proxies,
-            expose_details: tenants.expose_details,
-            ..FrontendSettings::new("", model)
+            first_token_timeout: FIRST_TOKEN_WAIT,
+            ..settings
         };
-        settings.models.extend(extra_models);
         let listener = self.listener(listener);
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, self.metrics.clone(), shutdown.clone()));
     }

@@ -10,6 +10,7 @@ use super::{
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{convert::Infallible, net::SocketAddr, time::Duration};
+use tandem_frontend::FrontendSettings;
 use tandem_process::{
     Shutdown, admin,
     discovery::{self, EtcdSettings, MemberRecord, MemberSource},
@@ -77,8 +78,9 @@ impl Process {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
-        let served = (served, extra, settings.model.max_concurrent_requests);
-        process.parts.frontend((listener, admin), (routers, settings.restart), settings.frontend, served, &process.service);
+        let mut frontend = settings.frontend.settings(served, &settings.restart, settings.model.max_concurrent_requests);
+        frontend.models.extend(extra);
+        process.parts.frontend(listener, FrontendSettings { routers, admin, ..frontend }, &process.service);
         Ok(process)
     }
 

@@ -1,10 +1,15 @@
 //! Settings of frontends.
 
-use super::{LimitArgs, ParserArgs, TenantArgs, common::with_commas};
-use crate::model::ModelSource;
+use super::{LimitArgs, ParserArgs, RestartArgs, TenantArgs, common::with_commas};
+use crate::{
+    files::{self, Connections},
+    model::ModelSource,
+};
 use clap::Args;
 use serde::Serialize;
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
+use tandem_frontend::FrontendSettings;
+use tandem_text::ServedModel;
 
 /// The settings of `tandem up` and of frontends.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
@@ -56,6 +61,38 @@ pub struct FrontendArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub tenants: TenantArgs,
+}
+
+impl FrontendArgs {
+    /// Returns the settings of a frontend with these flags that serves `model`, and of whose requests at most `sequences_max` run at a time.
+    pub(crate) fn settings(self, model: ServedModel, restart: &RestartArgs, sequences_max: u32) -> FrontendSettings {
+        let Self { limits, tenants, .. } = self;
+        let connections = Connections { all: limits.max_connections, per_address: limits.max_connections_per_address };
+        let connections = files::within_limit(connections);
+        FrontendSettings {
+            cors_origins: tenants.cors_origin.clone(),
+            concurrent_sequences: sequences_max as usize,
+            sequences_per_client: limits.sequences_per_client(sequences_max),
+            max_wait: limits.max_wait(),
+            body_max_bytes: limits.max_body_bytes,
+            bodies_max_bytes: limits.max_bodies_bytes,
+            encoding_cache_bytes: limits.encoding_cache_bytes,
+            connections_max: connections.all as usize,
+            connections_per_address_max: connections.per_address as usize,
+            hosts: limits.hosts.hosts(),
+            router_wait: Duration::from_secs(restart.router_wait.into()),
+            drain_idle: Duration::from_secs(restart.drain_idle.into()),
+            shares_port: restart.reuse_port,
+            resumes: self.resumes,
+            dashboard_requests: self.dashboard_requests as usize,
+            audit_result: self.audit_result,
+            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),
+            cache_isolation: tenants.isolation(),
+            trusted_proxies: tenants.trusted_proxies,
+            expose_details: tenants.expose_details,
+            ..FrontendSettings::new("", model)
+        }
+    }
 }
 
 /// A model that a frontend serves besides that of `--model`.
