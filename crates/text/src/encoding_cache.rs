@@ -4,6 +4,7 @@
 //! algorithm and encodes each part on its own, so a part's ids depend on nothing but its text, and on whether it is at the start of the prompt. An
 //! entry is used only after both, and the cache namespace, were compared in full: a collision of hashes is a miss.
 
+use crate::tokenizer::PromptPart;
 use foldhash::fast::RandomState;
 use lru::LruCache;
 use metrics::{Counter, Gauge};
@@ -42,7 +43,7 @@ struct EncodingEntries {
 
 struct CachedEncoding {
     namespace: Namespace,
-    first: bool,
+    is_first: bool,
     text: Box<str>,
     ids: Box<[TokenId]>,
 }
@@ -89,25 +90,24 @@ impl EncodingCache {
 }
 
 impl NamespaceEncodings {
-    /// Appends the ids of a part of a prompt: those that are remembered, else those that `encode` appends. `first` is true if the part is at the start
-    /// of the prompt.
+    /// Appends the ids of a part of a prompt: those that are remembered, else those that `encode` appends.
     ///
     /// # Errors
     /// `encode` fails.
     pub(super) fn encode<E>(
         &self,
-        text: &str,
-        first: bool,
+        part: PromptPart<'_>,
         ids: &mut Vec<TokenId>,
         encode: impl FnOnce(&mut Vec<TokenId>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let Self { cache, namespace } = self;
+        let (Self { cache, namespace }, PromptPart { text, is_first }) = (self, part);
         if text.len() < PART_BYTES_MIN || cache.bytes_max == 0 {
             return encode(ids);
         }
-        let hash = cache.hasher.hash_one((namespace, first, text));
+        let hash = cache.hasher.hash_one((namespace, is_first, text));
         let found = cache.entries.lock().by_hash.get(&hash).cloned();
-        if let Some(entry) = found.filter(|entry| (&entry.namespace, entry.first, &*entry.text) == (namespace, first, text)) {
+        if let Some(entry) = found.filter(|entry| (&entry.namespace, entry.is_first, &*entry.text) == (namespace, is_first, text))
+        {
             ids.extend_from_slice(&entry.ids);
             cache.metrics.hits.increment(text.len() as u64);
             return Ok(());
@@ -116,7 +116,7 @@ impl NamespaceEncodings {
         encode(ids)?;
         cache.metrics.misses.increment(text.len() as u64);
         let (namespace, text, ids) = (namespace.clone(), text.into(), ids[start..].into());
-        cache.insert(hash, CachedEncoding { namespace, first, text, ids });
+        cache.insert(hash, CachedEncoding { namespace, is_first, text, ids });
         Ok(())
     }
 }
@@ -136,17 +136,21 @@ mod tests {
         Arc::new(EncodingCache::new(bytes_max, metrics))
     }
 
+    fn first(text: &str) -> PromptPart<'_> {
+        PromptPart { text, is_first: true }
+    }
+
     /// Returns whether the ids of the text had to be computed. They are the text's bytes.
-    fn computes(encodings: &NamespaceEncodings, text: &str, first: bool) -> bool {
+    fn computes(encodings: &NamespaceEncodings, part: PromptPart<'_>) -> bool {
         let (mut ids, mut computes) = (vec![7], false);
         let encode = |ids: &mut Vec<TokenId>| {
             computes = true;
-            ids.extend(text.bytes().map(TokenId::from));
+            ids.extend(part.text.bytes().map(TokenId::from));
             Ok::<(), ()>(())
         };
-        encodings.encode(text, first, &mut ids, encode).expect("these texts can be encoded");
+        encodings.encode(part, &mut ids, encode).expect("these texts can be encoded");
         assert_eq!(ids[0], 7, "ids before the part stay");
-        assert!(ids[1..].iter().copied().eq(text.bytes().map(TokenId::from)));
+        assert!(ids[1..].iter().copied().eq(part.text.bytes().map(TokenId::from)));
         computes
     }
 
@@ -158,13 +162,13 @@ mod tests {
         let others = [Namespace::new("m", "r", "", "salt"), Namespace::new("n", "r", "", ""), namespace.of_account("a")];
         for namespace in others.into_iter().chain([namespace.clone()]) {
             let encodings = cache.of(namespace);
-            for first in [true, false] {
-                assert!(computes(&encodings, &text, first));
-                assert!(!computes(&encodings, &text, first));
+            for part in [true, false].map(|is_first| PromptPart { text: &text, is_first }) {
+                assert!(computes(&encodings, part));
+                assert!(!computes(&encodings, part));
             }
         }
-        let encodings = cache.of(namespace);
-        assert!(computes(&encodings, &text[1..], true) && computes(&encodings, &text[1..], true), "a short text");
+        let (encodings, short) = (cache.of(namespace), first(&text[1..]));
+        assert!(computes(&encodings, short) && computes(&encodings, short), "a short text");
     }
 
     #[test]
@@ -174,8 +178,8 @@ mod tests {
         let cache = cache(8 * entry);
         let encodings = cache.of(Namespace::new("m", "r", "", ""));
         for text in &texts {
-            assert!(computes(&encodings, text, true));
-            assert!(!computes(&encodings, &texts[0], true), "a text in use stays");
+            assert!(computes(&encodings, first(text)));
+            assert!(!computes(&encodings, first(&texts[0])), "a text in use stays");
             let entries = cache.entries.lock();
             let bytes: usize = entries.by_hash.iter().map(|(_, entry)| entry.bytes()).sum();
             assert_eq!(bytes, entries.bytes);
@@ -183,14 +187,14 @@ mod tests {
         }
         assert_eq!(cache.entries.lock().by_hash.len(), 8);
         let huge = "y".repeat(16 * entry);
-        assert!(computes(&encodings, &huge, true) && computes(&encodings, &huge, true));
-        assert!(!computes(&encodings, &texts[63], true), "a text that is too long removes no other");
+        assert!(computes(&encodings, first(&huge)) && computes(&encodings, first(&huge)));
+        assert!(!computes(&encodings, first(&texts[63])), "a text that is too long removes no other");
     }
 
     #[test]
     fn cache_of_no_bytes_remembers_nothing() {
         let encodings = cache(0).of(Namespace::new("m", "r", "", ""));
         let text = "x".repeat(1000);
-        assert!(computes(&encodings, &text, true) && computes(&encodings, &text, true));
+        assert!(computes(&encodings, first(&text)) && computes(&encodings, first(&text)));
     }
 }

@@ -38,6 +38,14 @@ pub struct Tokenizer {
     space_before: bool,
 }
 
+/// A part of a prompt's text, without special tokens.
+#[derive(Clone, Copy)]
+pub(crate) struct PromptPart<'a> {
+    pub(crate) text: &'a str,
+    /// Whether the prompt begins with it.
+    pub(crate) is_first: bool,
+}
+
 struct StoredToken {
     /// The bytes of the token's text, or of a special token's name.
     bytes: Box<[u8]>,
@@ -234,7 +242,7 @@ impl Tokenizer {
         encodings: Option<&NamespaceEncodings>,
     ) -> Result<Vec<TokenId>, EncodeError> {
         // Each call encodes what is between two special tokens.
-        let encode = |text: &str, first: bool, ids: &mut Vec<TokenId>| self.encode_plain(text, first, guard, encodings, ids);
+        let encode = |part: PromptPart<'_>, ids: &mut Vec<TokenId>| self.encode_plain(part, guard, encodings, ids);
         let mut ids = Vec::with_capacity(text.len() / 4);
         let mut last = 0;
         for found in literals.automaton.find_iter(text).filter(|found| !found.is_empty()) {
@@ -244,30 +252,30 @@ impl Tokenizer {
             }
             let literal = &literals.tokens[found.pattern()];
             let before = &text[last..found.start()];
-            encode(if literal.lstrip { before.trim_end() } else { before }, last == 0, &mut ids)?;
+            let before = if literal.lstrip { before.trim_end() } else { before };
+            encode(PromptPart { text: before, is_first: last == 0 }, &mut ids)?;
             ids.push(literal.id);
             let after = &text[found.end()..];
             last = text.len() - if literal.rstrip { after.trim_start() } else { after }.len();
         }
-        encode(&text[last..], last == 0, &mut ids)?;
+        encode(PromptPart { text: &text[last..], is_first: last == 0 }, &mut ids)?;
         Ok(ids)
     }
 
-    /// Encodes text without special tokens. `first` is true if the text is at the start of a sequence.
+    /// Encodes text without special tokens.
     fn encode_plain(
         &self,
-        text: &str,
-        first: bool,
+        part: PromptPart<'_>,
         guard: Option<Guard>,
         encodings: Option<&NamespaceEncodings>,
         ids: &mut Vec<TokenId>,
     ) -> Result<(), EncodeError> {
-        let unmarked = guard.filter(|guard| text.contains(guard.0)).map(|guard| text.replace(guard.0, ""));
-        let text = unmarked.as_deref().unwrap_or(text);
-        let encode = |ids: &mut Vec<TokenId>| self.encoder.encode(text, first, ids);
+        let unmarked = guard.filter(|guard| part.text.contains(guard.0)).map(|guard| part.text.replace(guard.0, ""));
+        let part = PromptPart { text: unmarked.as_deref().unwrap_or(part.text), ..part };
+        let encode = |ids: &mut Vec<TokenId>| self.encoder.encode(part, ids);
         match encodings {
-            _ if text.is_empty() => Ok(()),
-            Some(encodings) if self.encoder.is_slow() => encodings.encode(text, first, ids, encode),
+            _ if part.text.is_empty() => Ok(()),
+            Some(encodings) if self.encoder.is_slow() => encodings.encode(part, ids, encode),
             _ => encode(ids),
         }
     }

@@ -1,6 +1,6 @@
 //! Encodes text that contains no special tokens.
 
-use super::{EncodeError, byte_level::ByteLevel, library::Library, sentence_piece::SentencePiece};
+use super::{EncodeError, PromptPart, byte_level::ByteLevel, library::Library, sentence_piece::SentencePiece};
 use tandem_kv::TokenId;
 
 pub(super) enum Encoder {
@@ -37,13 +37,14 @@ impl Encoder {
         !matches!(self, Self::Bytes)
     }
 
-    /// Appends the ids of a text. `first` is true if the text is at the start of a sequence.
-    pub(super) fn encode(&self, text: &str, first: bool, ids: &mut Vec<TokenId>) -> Result<(), EncodeError> {
+    /// Appends the ids of a part of a prompt.
+    pub(super) fn encode(&self, part: PromptPart<'_>, ids: &mut Vec<TokenId>) -> Result<(), EncodeError> {
+        let text = part.text;
         match self {
             Self::Bytes => ids.extend(text.bytes().map(TokenId::from)),
             Self::ByteLevel { encoder, .. } => encoder.encode(text, ids),
             Self::SentencePiece(pieces) => pieces.encode(text, ids),
-            Self::Library(library) => library.encode(text, first, ids).map_err(EncodeError)?,
+            Self::Library(library) => library.encode(part, ids).map_err(EncodeError)?,
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Encodes text with Hugging Face's library.
 
+use super::PromptPart;
 use tandem_kv::TokenId;
 use tokenizers::{
     Error, Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, OffsetType, PreTokenizedString, PreTokenizer,
@@ -37,14 +38,14 @@ impl Library {
         }
     }
 
-    /// Appends the ids of a text. `first` is true if the text is at the start of a sequence.
-    pub(super) fn encode(&self, text: &str, first: bool, ids: &mut Vec<TokenId>) -> Result<(), Error> {
-        let mut text = NormalizedString::from(text);
+    /// Appends the ids of a part of a prompt.
+    pub(super) fn encode(&self, part: PromptPart<'_>, ids: &mut Vec<TokenId>) -> Result<(), Error> {
+        let mut text = NormalizedString::from(part.text);
         if let Some(normalizer) = &self.normalizer {
             normalizer.normalize(&mut text)?;
         }
         let mut words = PreTokenizedString::from(text);
-        if let Some(pre_tokenizer) = if first { &self.first } else { &self.later } {
+        if let Some(pre_tokenizer) = if part.is_first { &self.first } else { &self.later } {
             pre_tokenizer.pre_tokenize(&mut words)?;
         }
         self.model.tokenize_in_pretokenized(&mut words, None)?;

@@ -235,7 +235,7 @@ fn byte_level_encoder_gives_the_ids_of_hugging_faces_library() {
         let library = Encoder::Library(Box::new(library));
         for text in &texts {
             let (mut expected, mut ids) = (Vec::new(), Vec::new());
-            library.encode(text, true, &mut expected).expect("every text can be encoded");
+            library.encode(PromptPart { text, is_first: true }, &mut expected).expect("every text can be encoded");
             own.encode(text, &mut ids);
             assert_eq!(ids, expected, "{name}: {text:?}");
         }
