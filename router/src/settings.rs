@@ -31,7 +31,7 @@ pub struct RouterSettings {
     pub prefill: PrefillPlace,
     /// The parameters of the cost estimate.
     pub costs: Costs,
-    /// The seed of the random numbers that break ties and that [`PolicyKind::Random`] uses. Two routers with the same seed and input make
+    /// The seed of the random numbers that break ties. Two routers with the same seed and input make
     /// the same placements.
     pub seed: u64,
     /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last placement uses a decode worker only. Default
@@ -82,10 +82,6 @@ pub enum PolicyKind {
     KvAware,
     /// The lowest cost if nothing were cached
     LeastLoaded,
-    /// One worker after the other: a baseline to compare with, not meant for production
-    RoundRobin,
-    /// A random worker: a baseline to compare with, not meant for production
-    Random,
 }
 
 /// Where a prompt is prefilled. Prompts whose logits are requested, and prompts of one token, are always prefilled on the decode worker.

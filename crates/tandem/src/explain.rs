@@ -114,17 +114,14 @@ fn table(prompt: &Value) -> String {
             }
             let mut row = vec![format!("{} {name}", worker["worker"].as_str().unwrap_or_default())];
             row.extend(["overlap_blocks", "predicted_blocks", "queued_tokens"].map(|key| worker[key].to_string()));
-            match cost["rank"].as_f64().filter(|rank| *rank != 0.0) {
-                Some(rank) => row.push(format!("#{rank:.1}")),
-                None => row.extend(costs.map(|part| format!("{:.1}", cost[format!("{part}_ms")].as_f64().unwrap_or_default()))),
-            }
+            row.extend(costs.map(|part| format!("{:.1}", cost[format!("{part}_ms")].as_f64().unwrap_or_default())));
             rows.push(row);
         }
     }
     notes.push(prompt["explanation"].as_str().unwrap_or_default().to_owned());
     format!(
         "{} tokens, {} blocks of {} tokens that may be reused\n\
-         overlap and predicted in blocks, queued in tokens, costs in estimated milliseconds (after #: the policy's rank)\n\n{}\n{}\n",
+         overlap and predicted in blocks, queued in tokens, costs in estimated milliseconds\n\n{}\n{}\n",
         prompt["prompt_tokens"],
         prompt["reusable_blocks"],
         prompt["block_size"],

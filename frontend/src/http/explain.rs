@@ -66,6 +66,5 @@ fn cost(cost: &Cost) -> Value {
         "transfer_ms": cost.transfer_ms,
         "handoff_ms": cost.handoff_ms,
         "decode_load_ms": cost.decode_load_ms,
-        "rank": cost.rank,
     })
 }

@@ -35,6 +35,6 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
 }
 
 fn cost(cost: Cost) -> v1::Cost {
-    let Cost { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms, rank } = cost;
-    v1::Cost { total_ms: cost.total(), queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms, rank }
+    let Cost { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms } = cost;
+    v1::Cost { total_ms: cost.total(), queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms }
 }

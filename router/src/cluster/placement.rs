@@ -9,7 +9,7 @@ use crate::{
     answers::{AnswerLengths, MovingMean},
     demand::Demands,
     places::{AnswerPace, BookedAnswer, Length},
-    route::{self, Candidate, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, RouteChoice, RoutePolicy, WorkerRole},
+    route::{self, Candidate, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, RouteChoice, WorkerRole},
     settings::{Costs, PrefillPlace, RouterSettings},
 };
 use std::{
@@ -24,7 +24,6 @@ use tokio::time::Instant;
 /// Decides placements. Also learns the duration and the length of answers, on which the decisions depend.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
-    policy: Box<dyn RoutePolicy>,
     by_model: BTreeMap<Arc<str>, ModelHistory>,
 }
 
@@ -64,7 +63,7 @@ impl ModelHistory {
 
 impl Placer {
     pub(super) fn new(settings: Arc<RouterSettings>) -> Self {
-        Self { policy: route::policy(settings.policy), settings, by_model: BTreeMap::new() }
+        Self { settings, by_model: BTreeMap::new() }
     }
 
     /// Decides on which workers to place the request. `attempt` is 1 for the request's first placement. Workers that have failed the
@@ -138,7 +137,7 @@ impl Placer {
         excluded: &BTreeSet<InstanceId>,
         breakers_at: Option<Instant>,
     ) -> Result<PlacementDecision<'a>, PlacementError> {
-        let Self { settings, policy, by_model } = self;
+        let Self { settings, by_model } = self;
         let model = members.requested_model(&request.model)?;
         let history = by_model.get(&model);
         let placements = history.map_or(0, |history| history.placements);
@@ -160,7 +159,7 @@ impl Placer {
             candidate.queued_tokens = (candidate.queued_tokens as f64 * (1.0 - behind.outranked)) as u64;
         }
         let demand = history.map(|history| history.demands.per_second(all.now())).unwrap_or_default();
-        let costs = route::costs_by_use(&**policy, &costs, demand, &query, &candidates, seed);
+        let costs = route::costs_by_use(settings.policy, &costs, demand, &query, &candidates);
         let equal = request.equal_prompt.as_ref().filter(|_| attempt == 1);
         let with_equal = equal.and_then(|equal| workers_of(equal, &members, &costs));
         let choice = with_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);

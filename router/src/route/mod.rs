@@ -1,6 +1,6 @@
 //! Chooses the workers of a request: a pure function of the request, the candidates' states, and a seed that breaks ties.
 //!
-//! A [`RoutePolicy`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's cost
+//! A [`PolicyKind`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's cost
 //! plus the decode worker's cost, so both are chosen independently within a transfer family instead of comparing all pairs.
 
 mod candidate;
@@ -9,11 +9,11 @@ mod policy;
 
 pub use candidate::{ByRole, Candidate, PlacementQuery, WorkerDemand, WorkerRole};
 pub use family::{WorkerPair, cheapest_pair, paired_families};
-pub use policy::{Cost, PlacementSeed, RoutePolicy, policy};
+pub use policy::{Cost, PlacementSeed};
 
-use crate::settings::{Costs, PrefillPlace};
+use crate::settings::{Costs, PolicyKind, PrefillPlace};
 use family::{cheapest, ranked};
-use policy::{RouteRates, Sender, WorkerPosition};
+use policy::{RouteRates, Sender};
 use std::collections::BTreeSet;
 
 /// The chosen workers, as positions in the slice of candidates.
@@ -85,12 +85,11 @@ pub fn place(
 
 /// Returns the cost of each use of each worker, in the order of `workers`.
 pub fn costs_by_use(
-    policy: &dyn RoutePolicy,
+    policy: PolicyKind,
     costs: &Costs,
     demand: ByRole<WorkerDemand>,
     query: &PlacementQuery,
     workers: &[Candidate],
-    placement: PlacementSeed,
 ) -> Vec<CostsByUse> {
     let mut rates = RouteRates::new(costs, demand, workers);
     let allowed = query.allowed_prefill();
@@ -104,28 +103,25 @@ pub fn costs_by_use(
     let estimate = |by_use: &mut [CostsByUse],
                     role,
                     is_usable: &dyn Fn(&Candidate) -> bool,
-                    set: &dyn Fn(&mut CostsByUse, &Candidate, WorkerPosition)| {
+                    set: &dyn Fn(&mut CostsByUse, &Candidate, usize)| {
         let is_eligible = |at: &usize| workers[*at].role == role && is_eligible(&workers[*at]) && is_usable(&workers[*at]);
         let eligible: Vec<usize> = (0..workers.len()).filter(is_eligible).collect();
-        for (index, at) in eligible.iter().enumerate() {
-            let position = WorkerPosition { index: index as u64, count: eligible.len() as u64, placement };
-            set(&mut by_use[*at], &workers[*at], position);
-        }
+        eligible.iter().for_each(|at| set(&mut by_use[*at], &workers[*at], eligible.len()));
     };
-    estimate(&mut by_use, WorkerRole::Prefill, &is_paired, &|costs, worker, position| {
-        costs.prefill = Some(policy.prefill(query, &rates, worker, position));
+    estimate(&mut by_use, WorkerRole::Prefill, &is_paired, &|costs, worker, count| {
+        costs.prefill = Some(policy.prefill(query, &rates, worker, count));
     });
     let senders = by_use.iter().zip(workers).filter_map(|(costs, worker)| Some((costs.prefill?, worker)));
     for (cost, worker) in senders {
         let sender = Sender { cost: cost.total(), compute_ms: cost.compute_ms, step_tokens: worker.step_tokens };
         rates.add_sender(&worker.family, sender);
     }
-    estimate(&mut by_use, WorkerRole::Decode, &is_paired, &|costs, worker, position| {
-        costs.decode = Some(policy.decode(query, &rates, worker, position));
+    estimate(&mut by_use, WorkerRole::Decode, &is_paired, &|costs, worker, _| {
+        costs.decode = Some(policy.decode(query, &rates, worker));
     });
     if allowed != PrefillPlace::Remote {
-        estimate(&mut by_use, WorkerRole::Decode, &|_| true, &|costs, worker, position| {
-            costs.local = Some(policy.local(query, &rates, worker, position));
+        estimate(&mut by_use, WorkerRole::Decode, &|_| true, &|costs, worker, count| {
+            costs.local = Some(policy.local(query, &rates, worker, count));
         });
     }
     by_use

@@ -7,7 +7,7 @@ use crate::{
 };
 use std::{collections::BTreeMap, sync::Arc};
 
-/// Identifies one placement of one router. It is the seed for breaking ties, and for the ranks of policies that estimate no time.
+/// Identifies one placement of one router. It is the seed for breaking ties.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PlacementSeed {
     pub seed: u64,
@@ -35,16 +35,6 @@ const LOCAL_PERSISTENCE: f64 = 0.3;
 /// The time for which such a difference lasts at most.
 const LOCAL_HORIZON_MS: f64 = 5_000.0;
 
-/// A worker's position among the eligible workers of its role.
-#[derive(Clone, Copy, Debug)]
-pub struct WorkerPosition {
-    /// The worker's index among the eligible workers, from 0.
-    pub index: u64,
-    /// The number of eligible workers of this role.
-    pub count: u64,
-    pub placement: PlacementSeed,
-}
-
 /// The cost of using a worker, by cause, in estimated milliseconds. It includes the time to the request's first token, and the delay of
 /// other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -62,20 +52,14 @@ pub struct Cost {
     pub handoff_ms: f64,
     /// Time by which the sequences on the worker delay this request's decoding.
     pub decode_load_ms: f64,
-    /// A rank without a unit. Policies that estimate no time set only this field.
-    pub rank: f64,
 }
 
 impl Cost {
     /// Returns the total cost, by which workers are compared. A total that is not a number counts as infinite.
     pub fn total(&self) -> f64 {
-        let Self { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms, rank } = self;
-        let total = queue_ms + compute_ms + interference_ms + transfer_ms + handoff_ms + decode_load_ms + rank;
+        let Self { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms } = self;
+        let total = queue_ms + compute_ms + interference_ms + transfer_ms + handoff_ms + decode_load_ms;
         if total.is_nan() { f64::INFINITY } else { total }
-    }
-
-    fn rank(rank: f64) -> Self {
-        Self { rank, ..Self::default() }
     }
 }
 
@@ -189,9 +173,9 @@ impl RouteRates {
 
     /// Returns the time by which `compute_ms` of computation delay prompts that will come while the worker is busy. By then it has computed its queue, the
     /// prompt, and what comes meanwhile. A shorter prompt to come is delayed only by its own length, because it precedes.
-    fn later_ms(&self, worker: &Candidate, position: WorkerPosition, compute_ms: f64) -> f64 {
+    fn later_ms(&self, worker: &Candidate, workers: usize, compute_ms: f64) -> f64 {
         let rate = self.rate(worker);
-        let (WorkerDemand { prompts, tokens }, workers) = (self.demand.of(worker.role), position.count as f64);
+        let (WorkerDemand { prompts, tokens }, workers) = (self.demand.of(worker.role), workers as f64);
         if prompts <= 0.0 {
             return 0.0;
         }
@@ -230,43 +214,23 @@ impl RouteRates {
     }
 }
 
-/// Determines the cost of using a worker; the worker with the lowest cost is chosen. Costs are comparable only within one policy.
-pub trait RoutePolicy: Send + Sync {
-    /// Returns the cost of using the worker as the prefill worker.
-    fn prefill(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost;
-    /// Returns the cost of using the worker as the decode worker that receives KV.
-    fn decode(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost;
-    /// Returns the cost of using the worker as the decode worker that also prefills.
-    fn local(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost;
-}
-
-/// Returns the policy of this kind.
-pub fn policy(kind: PolicyKind) -> Box<dyn RoutePolicy> {
-    match kind {
-        PolicyKind::KvAware => Box::new(FirstToken { use_caches: true }),
-        PolicyKind::LeastLoaded => Box::new(FirstToken { use_caches: false }),
-        PolicyKind::RoundRobin => Box::new(Baseline { rank: distance }),
-        PolicyKind::Random => Box::new(Baseline { rank: |at| at.placement.random(at.index) as f64 / u64::MAX as f64 }),
-    }
-}
-
-/// Estimates the milliseconds to the first token, and by how many milliseconds others are delayed (docs/adr/005-routing-cost.md).
-struct FirstToken {
-    use_caches: bool,
-}
-
-impl FirstToken {
-    fn known_blocks(&self, worker: &Candidate) -> u64 {
-        if self.use_caches { u64::from(worker.overlap_blocks) + u64::from(worker.predicted_blocks) } else { 0 }
+/// A policy estimates the milliseconds to the first token, and by how many milliseconds others are delayed (docs/adr/005-routing-cost.md). The worker
+/// with the lowest cost is chosen. Costs are comparable only within one policy.
+impl PolicyKind {
+    fn uses_caches(self) -> bool {
+        self == Self::KvAware
     }
 
-    fn cache_filled(&self, worker: &Candidate) -> f64 {
-        if self.use_caches { worker.cache_filled } else { 0.0 }
+    fn known_blocks(self, worker: &Candidate) -> u64 {
+        if self.uses_caches() { u64::from(worker.overlap_blocks) + u64::from(worker.predicted_blocks) } else { 0 }
     }
-}
 
-impl RoutePolicy for FirstToken {
-    fn prefill(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost {
+    fn cache_filled(self, worker: &Candidate) -> f64 {
+        if self.uses_caches() { worker.cache_filled } else { 0.0 }
+    }
+
+    /// Returns the cost of using the worker as the prefill worker. `workers` is the number of eligible workers of its role.
+    pub(super) fn prefill(self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, workers: usize) -> Cost {
         let rate = rates.rate(worker);
         let new = worker.new_tokens(query, self.known_blocks(worker)) as f64;
         let fixed_ms = if new > 0.0 { rates.fixed_ms(worker) } else { 0.0 };
@@ -279,13 +243,14 @@ impl RoutePolicy for FirstToken {
         Cost {
             queue_ms: ms(worker.queued_tokens as f64 - worker.behind_tokens + begun),
             compute_ms,
-            interference_ms: ms(new) * charged_again + behind_ms + rates.later_ms(worker, position, compute_ms),
+            interference_ms: ms(new) * charged_again + behind_ms + rates.later_ms(worker, workers, compute_ms),
             ..Cost::default()
         }
     }
 
-    fn decode(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, _: WorkerPosition) -> Cost {
-        let cached = if self.use_caches { worker.overlap_blocks } else { 0 };
+    /// Returns the cost of using the worker as the decode worker that receives KV.
+    pub(super) fn decode(self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate) -> Cost {
+        let cached = if self.uses_caches() { worker.overlap_blocks } else { 0 };
         let lacking = query.prompt_tokens.saturating_sub(1).saturating_sub(cached.saturating_mul(query.block_size));
         let own_ms = rates.own_answer_ms(worker, worker.queued_tokens as f64);
         Cost {
@@ -298,8 +263,9 @@ impl RoutePolicy for FirstToken {
         }
     }
 
-    fn local(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost {
-        let prefill = self.prefill(query, rates, worker, position);
+    /// Returns the cost of using the worker as the decode worker that also prefills. `workers` is the number of eligible decode workers.
+    pub(super) fn local(self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, workers: usize) -> Cost {
+        let prefill = self.prefill(query, rates, worker, workers);
         let new_tokens = worker.new_tokens(query, self.known_blocks(worker));
         let new_blocks = new_tokens.div_ceil(u64::from(query.block_size));
         // Answers wait for the computation of the prompt, not for their own part of each step.
@@ -313,36 +279,5 @@ impl RoutePolicy for FirstToken {
             decode_load_ms: rates.decode_load_ms(worker),
             ..prefill
         }
-    }
-}
-
-/// The number that is added to the rank of a decode worker that would prefill the prompt itself. It exceeds the sum of the ranks of any two
-/// workers, so baselines prefill on a decode worker only if no prefill worker is eligible.
-const LOCAL_PENALTY: f64 = 1e9;
-
-/// A baseline for comparison, which estimates no time and chooses the worker with the lowest rank in each role.
-struct Baseline {
-    rank: fn(WorkerPosition) -> f64,
-}
-
-/// Returns the number of workers before this one in the round-robin order of this placement.
-fn distance(WorkerPosition { index, count, placement }: WorkerPosition) -> f64 {
-    ((index + count - placement.number % count) % count) as f64
-}
-
-impl RoutePolicy for Baseline {
-    fn prefill(&self, _: &PlacementQuery, _: &RouteRates, _: &Candidate, position: WorkerPosition) -> Cost {
-        Cost::rank((self.rank)(position))
-    }
-
-    fn decode(&self, _: &PlacementQuery, _: &RouteRates, _: &Candidate, position: WorkerPosition) -> Cost {
-        // Decode workers are ranked with another seed than prefill workers. With the same seed, both ranks would always favour the same
-        // index.
-        let placement = PlacementSeed { seed: !position.placement.seed, ..position.placement };
-        Cost::rank((self.rank)(WorkerPosition { placement, ..position }))
-    }
-
-    fn local(&self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate, position: WorkerPosition) -> Cost {
-        Cost::rank(LOCAL_PENALTY + self.decode(query, rates, worker, position).rank)
     }
 }

@@ -63,7 +63,7 @@ fn place_by(
     workers: &[Candidate],
     placement: PlacementSeed,
 ) -> Result<(usize, Option<usize>), NoEligibleWorker> {
-    let costs = costs_by_use(&*policy(kind), &Costs::default(), ByRole::default(), query, workers, placement);
+    let costs = costs_by_use(kind, &Costs::default(), ByRole::default(), query, workers);
     place(&costs, query, workers, placement).map(|RouteChoice { decode, prefill }| (decode, prefill))
 }
 
@@ -200,29 +200,6 @@ fn least_loaded_policy_ignores_caches() {
 }
 
 #[test]
-fn round_robin_cycles_and_prefills_on_decode_only_without_prefill_workers() {
-    let all = [decode(), prefill(), decode(), prefill(), prefill()];
-    let expected = [(0, Some(1)), (2, Some(3)), (0, Some(4)), (2, Some(1)), (0, Some(3)), (2, Some(4))];
-    assert_eq!(first_choices(PolicyKind::RoundRobin, 1, &query(100), &all, 6), expected);
-    assert_eq!(
-        first_choices(PolicyKind::RoundRobin, 1, &query(100), &[decode(), decode()], 3),
-        [(0, None), (1, None), (0, None)]
-    );
-}
-
-#[test]
-fn random_policy_is_uniform_and_reproducible_by_seed() {
-    let all = [decode(), prefill(), decode(), prefill()];
-    let chosen = first_choices(PolicyKind::Random, 1, &query(100), &all, 4_000);
-    for pair in [(0, Some(1)), (0, Some(3)), (2, Some(1)), (2, Some(3))] {
-        let count = chosen.iter().filter(|chosen| **chosen == pair).count();
-        assert!((900..1_100).contains(&count), "{pair:?}: {count}");
-    }
-    assert_eq!(chosen, first_choices(PolicyKind::Random, 1, &query(100), &all, 4_000));
-    assert_ne!(chosen, first_choices(PolicyKind::Random, 2, &query(100), &all, 4_000));
-}
-
-#[test]
 fn ties_are_broken_uniformly_and_reproducibly_by_seed() {
     let mut workers = vec![decode()];
     workers.extend(std::iter::repeat_n(prefill(), 8));
@@ -331,8 +308,8 @@ fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
             of
         };
         let workers = [decode(), Candidate { queued_tokens, ..prefill() }];
-        let policy = policy(PolicyKind::KvAware);
-        let by_use = costs_by_use(&*policy, &Costs::default(), demands, &remote(1_001), &workers, PlacementSeed::default());
+        let policy = PolicyKind::KvAware;
+        let by_use = costs_by_use(policy, &Costs::default(), demands, &remote(1_001), &workers);
         by_use[1].prefill.expect("it can be used").interference_ms
     };
     let idle = costs(0, WorkerDemand::default());
@@ -349,10 +326,9 @@ fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
 fn prompt_waits_for_half_of_the_step_of_the_prompts_that_it_precedes() {
     let queue_ms = |behind_tokens, step_tokens| {
         let worker = Candidate { queued_tokens: 5_000, behind_tokens, behind_prompts: 1, step_tokens, ..prefill() };
-        let policy = policy(PolicyKind::KvAware);
+        let policy = PolicyKind::KvAware;
         let workers = [decode(), worker];
-        let by_use =
-            costs_by_use(&*policy, &Costs::default(), ByRole::default(), &remote(101), &workers, PlacementSeed::default());
+        let by_use = costs_by_use(policy, &Costs::default(), ByRole::default(), &remote(101), &workers);
         by_use[1].prefill.expect("it can be used").queue_ms.round()
     };
     // A token takes a millisecond.
@@ -362,8 +338,8 @@ fn prompt_waits_for_half_of_the_step_of_the_prompts_that_it_precedes() {
     assert_eq!(queue_ms(5_000.0, 0), 0.0, "the steps of external engines are not known");
     // Prompts have half of each step, and answers the other half, 10 ms: half of a step's 10 tokens takes 10 ms.
     let short = Candidate { queued_tokens: 5_000, behind_tokens: 5_000.0, step_tokens: 512, prompt_share: 0.5, ..decode() };
-    let policy = policy(PolicyKind::KvAware);
-    let by_use = costs_by_use(&*policy, &Costs::default(), ByRole::default(), &query(100), &[short], PlacementSeed::default());
+    let policy = PolicyKind::KvAware;
+    let by_use = costs_by_use(policy, &Costs::default(), ByRole::default(), &query(100), &[short]);
     assert_eq!(by_use[0].local.expect("it can be used").queue_ms.round(), 10.0);
 }
 
@@ -373,15 +349,8 @@ fn prompts_take_longer_next_to_answers_and_delay_these_no_longer() {
         let prefill_fixed_ms = measured(10.0);
         let (queued_tokens, behind_tokens) = (500, 400.0);
         let worker = Candidate { prompt_share, queued_tokens, behind_tokens, prefill_fixed_ms, sequences: 1, ..decode() };
-        let policy = policy(PolicyKind::KvAware);
-        let by_use = costs_by_use(
-            &*policy,
-            &Costs::default(),
-            ByRole::default(),
-            &query(1_000),
-            &[worker, prefill()],
-            PlacementSeed::default(),
-        );
+        let policy = PolicyKind::KvAware;
+        let by_use = costs_by_use(policy, &Costs::default(), ByRole::default(), &query(1_000), &[worker, prefill()]);
         (by_use[0].local.expect("it can be used"), by_use[0].decode.expect("it can be used"))
     };
     let ((alone, receives), (half, receives_half)) = (cost(1.0), cost(0.5));
@@ -403,10 +372,10 @@ fn answers_gather_on_workers_that_prefill_little_as_far_as_prompts_can_go_elsewh
         };
         // The idle worker spends half of its time on prompts; the other one has twenty answers, which delay one more by 200 ms.
         let workers = [Candidate { local_share: 0.5, ..decode() }, Candidate { sequences: 20, ..decode() }, prefill()];
-        let policy = policy(PolicyKind::KvAware);
+        let policy = PolicyKind::KvAware;
         let costs = Costs::default();
         let query = remote(101);
-        let by_use = costs_by_use(&*policy, &costs, demands, &query, &workers, PlacementSeed::default());
+        let by_use = costs_by_use(policy, &costs, demands, &query, &workers);
         place(&by_use, &query, &workers, PlacementSeed::default()).expect("the request can be placed").decode
     };
     assert_eq!((chosen(500.0), chosen(1.0)), (1, 0));
@@ -417,9 +386,8 @@ fn transfer_is_charged_as_far_as_the_computation_does_not_hide_it() {
     // A token takes a millisecond to compute or to send.
     let transfer = |step_tokens, cached| {
         let workers = [decode(), Candidate { step_tokens, overlap_blocks: cached, ..prefill() }];
-        let policy = policy(PolicyKind::KvAware);
-        let by_use =
-            costs_by_use(&*policy, &Costs::default(), ByRole::default(), &remote(1_601), &workers, PlacementSeed::default());
+        let policy = PolicyKind::KvAware;
+        let by_use = costs_by_use(policy, &Costs::default(), ByRole::default(), &remote(1_601), &workers);
         by_use[0].decode.expect("it can be used").transfer_ms.round()
     };
     assert_eq!(transfer(0, 0), 1_600.0, "external engines send nothing before the prompt is computed");

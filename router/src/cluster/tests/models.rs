@@ -1,7 +1,6 @@
 //! Tests of clusters whose members serve several models.
 
 use super::*;
-use crate::settings::PolicyKind;
 use std::time::Duration;
 use tokio::time::advance;
 
@@ -121,18 +120,6 @@ fn models_become_available_one_by_one() {
     scenario.join(serving("a", DECODE, "a1")).expect("it agrees");
     assert_eq!(models(&scenario), (vec![("a".to_owned(), 2, true), ("b".to_owned(), 1, false)], None));
     assert_eq!(scenario.decode_worker_for("b"), Err(NoEligibleWorker::NoPrefillWorker.into()));
-}
-
-#[test]
-fn round_robin_counts_the_placements_of_each_model() {
-    let policy = PolicyKind::RoundRobin;
-    let mut scenario = Scenario::new(RouterSettings { policy, ..settings(PrefillPlace::Local) });
-    for (model, name) in [("a", "a0"), ("b", "b0"), ("a", "a1"), ("b", "b1")] {
-        scenario.join(serving(model, DECODE, name)).expect("models may differ");
-    }
-    let placed: Vec<String> =
-        (0..4).flat_map(|_| ["a", "b"]).map(|model| scenario.decode_worker_for(model).expect("it is served")).collect();
-    assert_eq!(placed, ["a0", "b0", "a1", "b1", "a0", "b0", "a1", "b1"]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -25,7 +25,7 @@ async function ask() {
 
 function line(worker, use, name, chosen) {
   const cost = worker[use];
-  const cells = cost.rank !== 0 ? [`#${cost.rank.toFixed(1)}`] : PARTS.map((part) => cost[`${part}_ms`].toFixed(1));
+  const cells = PARTS.map((part) => cost[`${part}_ms`].toFixed(1));
   return el('tr', { class: chosen ? 'chosen' : '' },
     el('th', { scope: 'row' }, `${worker.worker} ${name}`, chosen ? el('span', { class: 'badge good', title: about('chosen') }, 'chosen') : null),
     ...[worker.overlap_blocks, worker.predicted_blocks, worker.queued_tokens].map((number) => el('td', {}, count(number))),
