@@ -205,7 +205,7 @@ mod tests {
         }
     }
 
-    /// Returns the lines of the calls that `story` makes with a log.
+    /// Runs `story` with a new log. Returns the lines that the log has written.
     async fn lines(story: impl AsyncFnOnce(&CallLog)) -> Vec<Value> {
         let disk = Disk::default();
         let file = LineFile::write_to(disk.clone(), "audit log").expect("the system can start a thread");

@@ -113,7 +113,7 @@ pub async fn run(
         };
         let api = async {
             tokio::join!(api, draining);
-            // The operator's port serves until the API has ended.
+            // The admin port serves until the API has ended.
             admin_drains.cancel();
         };
         tokio::join!(api, OptionFuture::from(admin))

@@ -276,7 +276,7 @@ mod tests {
         let now = keeps_moving(&mut queue, 60, Duration::from_millis(100), Departure::Served, start);
         let waits = wait(&queue, "a", now).expect("the speed is known");
         assert!((3.9..4.1).contains(&waits), "{waits}");
-        // The worker becomes four times slower. Newer periods count more.
+        // The worker becomes four times slower. The estimate follows, because newer periods have more weight in the measured speed.
         let now = keeps_moving(&mut queue, 100, Duration::from_millis(400), Departure::Served, now);
         let waits = wait(&queue, "a", now).expect("the speed is known");
         assert!((14.0..16.1).contains(&waits), "{waits}");

@@ -23,13 +23,13 @@ const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectionEnd {
-    #[error("the router cannot connect to the process")]
+    #[error("the router cannot connect to the remote process")]
     Unreachable(#[from] tonic::transport::Error),
-    #[error("the process answered with an error")]
+    #[error("the remote process answered with an error")]
     Failed(#[from] Status),
-    #[error("the process did not answer within {0:?}")]
+    #[error("the remote process did not answer within {0:?}")]
     Silent(Duration),
-    #[error("the process closed the stream")]
+    #[error("the remote process closed the stream")]
     Closed,
     #[error("the worker cannot join the cluster")]
     Incompatible(#[from] JoinError),

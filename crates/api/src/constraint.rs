@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn every_parameter_states_its_constraint() {
+    fn every_structured_output_parameter_is_parsed() {
         let schema = |lenient| Kind::JsonSchema { schema: r#"{"type":"object"}"#.to_owned(), lenient };
         let object = || json!({ "type": "object" });
         assert_eq!(format(json!({ "type": "text" })), Ok(None));

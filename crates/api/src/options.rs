@@ -88,7 +88,7 @@ impl Options {
 pub struct Truncation {
     /// The number of tokens that remain; `None`: as many as fit into the context.
     tokens: Option<usize>,
-    /// Whether the first tokens remain instead of the last ones.
+    /// Which end of the prompt is kept: its first tokens if true, its last ones if false.
     keeps_first: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The events of a job.
+//! The events of a job: one prefill or one generation that an engine runs.
 
 use crate::{Refusal, TokenLogprobs, WriteRefused};
 use std::{fmt, time::Duration};

@@ -86,7 +86,7 @@ impl From<String> for Secret {
 
 impl PartialEq for Secret {
     fn eq(&self, other: &Self) -> bool {
-        // One lock at a time: both may be the same secret.
+        // The two mutexes are not locked at the same time, because they may be the same one, and the second lock would be a deadlock.
         let secret = self.last.lock().secret.clone();
         secret == other.last.lock().secret
     }

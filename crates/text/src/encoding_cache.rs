@@ -90,7 +90,7 @@ impl EncodingCache {
 }
 
 impl NamespaceEncodings {
-    /// Appends the ids of a part of a prompt: those that are remembered, else those that `encode` appends.
+    /// Appends the token ids of a part of a prompt: the cached ids or, on a cache miss, those that `encode` appends.
     ///
     /// # Errors
     /// `encode` fails.

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_message_has_all_pieces() {
+    fn message_that_is_not_streamed_has_reasoning_content_and_tool_calls() {
         let mut message = WholeMessage::default();
         let written = |message: &WholeMessage| serde_json::to_value(message.written()).expect("messages can be serialized");
         assert_eq!(written(&message), json!({ "role": "assistant", "content": "", "refusal": null }));

@@ -25,7 +25,7 @@ pub(super) struct Generated {
     samples: Vec<Delta>,
 }
 
-/// A whole answer.
+/// The body of a response that is not streamed.
 #[derive(JsonSchema, Serialize)]
 pub(super) struct Answer<'a> {
     request_id: &'a str,

@@ -348,7 +348,7 @@ async fn requests_beyond_a_keys_limit_get_429_with_headers() {
 }
 
 #[tokio::test]
-async fn tokens_beyond_a_keys_limit_get_429_and_completion_tokens_count() {
+async fn requests_beyond_a_keys_token_limit_get_429_and_completion_tokens_count_towards_it() {
     let (keys, secret) = KeyFile::with("alice", |key| key.tokens_per_minute = limit(60));
     let mut cluster = keys.cluster().await;
     let reply = answered(&mut cluster, &secret, json!({})).await;

@@ -45,7 +45,7 @@ async fn reported_to_router(cluster: &mut Cluster) -> [Option<u32>; 2] {
 }
 
 #[tokio::test]
-async fn late_count_is_the_one_in_every_answer_and_metric() {
+async fn cached_tokens_reported_after_the_first_token_are_in_every_answer_and_metric() {
     let mut cluster = Cluster::start().await;
     for (path, stream) in [(CHAT, false), (CHAT, true), (COMPLETIONS, false), (COMPLETIONS, true)] {
         for count in [32, 0] {

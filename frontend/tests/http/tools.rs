@@ -129,7 +129,7 @@ async fn tool_conversation_takes_two_steps() {
 }
 
 #[tokio::test]
-async fn streamed_and_whole_answers_have_the_same_pieces() {
+async fn streamed_and_not_streamed_answers_have_equal_messages() {
     let mut cluster = cluster().await;
     for answer in [
         format!("Let me see.\n{CALL}\n{CALL}\n"),

@@ -50,7 +50,7 @@ impl UnavailableWorkers {
         self.by_address.insert(worker.address.clone(), worker);
     }
 
-    /// Removes a worker that has joined or is no longer listed.
+    /// Removes this address from the unavailable workers, because its worker has joined or is no longer listed.
     pub(crate) fn remove(&mut self, address: &str) {
         self.started |= self.expected.remove(address) && self.expected.is_empty();
         self.by_address.remove(address);

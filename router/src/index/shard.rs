@@ -9,7 +9,7 @@ pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 6;
 const RUN_BITS: u32 = 26;
 const OFFSET_BITS: u32 = 10;
-/// The bits of a run's position in its shard, plus 1.
+/// The number of bits for a run's position in its shard. The position is stored plus 1, so that it is never 0.
 const AT_BITS: u32 = RUN_BITS - SHARD_BITS;
 const SHARD_RUNS_MAX: usize = (1 << AT_BITS) - 1;
 

@@ -122,7 +122,7 @@ async fn message_of_another_instance_ends_the_membership() {
 }
 
 #[tokio::test]
-async fn events_beyond_the_workers_capacity_end_the_membership() {
+async fn worker_that_reports_more_blocks_than_its_capacity_is_removed() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     decode.describe_as(|info| info.capacity_blocks = 10);
     let router = TestRouter::start(&[&decode], local()).await;

@@ -319,7 +319,7 @@ impl SimulatedCluster {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Checks, for each worker, that the router reports as a prompt's overlap the number of the prompt's leading blocks that the worker has
+    /// Checks, for each worker, that the overlap reported by the router equals the number of the prompt's leading blocks that the worker has
     /// cached.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {

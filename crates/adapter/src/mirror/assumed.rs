@@ -1,4 +1,4 @@
-//! Blocks that an engine without usable events is assumed to have cached.
+//! The blocks that an engine is assumed to have cached if it publishes no KV events: those of the sequences that it has computed.
 
 use super::blocks::{MirrorBlocks, Tier};
 use std::{

@@ -102,8 +102,8 @@ const UPDATES_MAX: usize = 64;
 /// little.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The time without a batch before the first check of a connection. A batch that was published while the connection was made may have been
-/// missed, so the first check is early. The time doubles with each check, up to [`SubscriptionSettings::check_interval`].
+/// After this time without events, a new connection is first checked for lost events, by a replay. The check is early, because events may be
+/// lost while the connection is made. The time doubles with each check, up to [`SubscriptionSettings::check_interval`].
 const FIRST_CHECK: Duration = Duration::from_millis(250);
 
 impl Subscription {

@@ -37,7 +37,7 @@ struct Group {
     /// The sum of the quants in each half of the group.
     totals: [i32; 2],
     step: f32,
-    /// The product of `step` and the sum of the quants, for weight formats that have a minimum.
+    /// `step` × the sum of the quants. Weight formats with a minimum, such as Q4_K, multiply the minimum by it.
     sum: f32,
 }
 

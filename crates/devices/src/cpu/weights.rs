@@ -219,9 +219,9 @@ impl Tile for Q4_KTile {
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
         self.scales[column] = half_at(block, 0);
         self.mins[column] = half_at(block, 2);
-        // Twelve bytes hold the eight factors and the eight min factors of six bits each. The low six bits of the first eight bytes are the
-        // first four factors and the first four min factors. Each of the last four bytes has the low four bits of one of the other factors
-        // and of one of the other min factors. Their high two bits are the high two bits of the first eight bytes.
+        // Twelve bytes hold eight factors and eight min factors of six bits each. Bytes 0 to 3 hold factors 0 to 3 in the low six bits, and the high
+        // two bits of factors 4 to 7. Bytes 4 to 7 hold the same of the min factors. Bytes 8 to 11 hold the low four bits of factors 4 to 7 in their
+        // low halves, and of min factors 4 to 7 in their high halves. (See `get_scale_min_k4` in ggml.)
         let packed = &block[4..16];
         (self.factors[column], self.min_factors[column]) = if group < 4 {
             (packed[group] & 63, packed[group + 4] & 63)

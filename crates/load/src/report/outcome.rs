@@ -112,7 +112,7 @@ impl fmt::Display for FailureClass {
 }
 
 impl CachedCount {
-    /// Returns the number; `None` if it is not known.
+    /// Returns the number of cached tokens; `None` if it is not known.
     pub fn tokens(self) -> Option<u64> {
         match self {
             Self::Counted(tokens) | Self::Estimated(tokens) | Self::Unmarked(tokens) => Some(tokens),

@@ -102,7 +102,7 @@ fn balance_includes_workers_without_requests() {
 }
 
 #[test]
-fn other_lengths_than_expected_are_counted() {
+fn unexpected_prompt_and_answer_lengths_are_counted() {
     let mut recorder = Recorder::default();
     let mut outcome = answered(0, 0, CachedCount::Unmarked(5), "w");
     outcome.expected = Expected { prompt_tokens: Some(999), output_tokens: Some(5) };

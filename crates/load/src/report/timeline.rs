@@ -32,7 +32,7 @@ pub struct Bin {
     pub output_tokens: u64,
     /// The prompt tokens of the requests that were due, if the number of their cached tokens is known.
     pub prompt_tokens: u64,
-    /// The cached tokens among them.
+    /// The cached tokens among these `prompt_tokens`.
     pub cached_tokens: u64,
     /// The requests that were due and have a time to first token.
     pub first_tokens: u64,

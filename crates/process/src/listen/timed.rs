@@ -28,7 +28,7 @@ const IDLE_MAX: Duration = Duration::from_secs(75);
 pub struct Drain {
     /// Cancelled when the process drains. The next answer on each connection is then its last, and says `Connection: close`.
     pub begun: CancellationToken,
-    /// How long an idle connection stays open then.
+    /// How long an idle connection stays open while the process drains.
     pub idle_max: Duration,
 }
 

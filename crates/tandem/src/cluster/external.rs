@@ -51,11 +51,11 @@ const SETTLED: Duration = Duration::from_secs(60);
 /// The reason why a worker with an external engine has ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ExternalError {
-    #[error("the engine cannot be used")]
+    #[error("the worker cannot connect to its engine")]
     Connect(#[from] ConnectError),
     #[error("--served-model-name {0} is the name of a LoRA of the engine; choose another name")]
     NameOfLora(String),
-    #[error("the socket cannot be used")]
+    #[error("the worker's listening socket cannot be set up")]
     Socket(#[from] io::Error),
     #[error("the worker's gRPC server failed")]
     Serve(#[from] tonic::transport::Error),
@@ -78,7 +78,7 @@ pub(super) struct ExternalWorker {
 pub(super) struct Announced {
     /// The server's model at the start.
     pub(super) model: ModelDescription,
-    /// Whether --served-model-name declares the name, under which the server may then serve any model.
+    /// Whether --served-model-name sets the model's name. If so, the restarted server may serve another model under that name.
     pub(super) name_is_declared: bool,
     /// The context length in the list of models.
     pub(super) context_length: u32,

@@ -63,7 +63,7 @@ pub struct LimitArgs {
 #[serde(rename_all = "kebab-case")]
 pub struct HostArgs {
     /// Names that the `Host` header may have besides IP addresses, localhost and names that end in .localhost, separated by commas. The
-    /// operator's port (--admin-listen) refuses all other names with 421, because a web page could point a name of its own at it (DNS
+    /// admin port (--admin-listen) refuses all other names with 421, because a web page could point a name of its own at it (DNS
     /// rebinding). So does the API's port on a loopback address, and on another address if names are set here
     #[arg(long, env = "TANDEM_ALLOWED_HOSTS", help_heading = "Process", value_name = "NAMES", value_delimiter = ',')]
     #[serde(serialize_with = "with_commas")]

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_replace_the_account_header_and_let_all_web_pages_use_the_api() {
+    fn keys_exclude_the_account_header_and_permit_every_cors_origin() {
         let error = read(&["--api-keys-file", "k", "--account-header", "x-a", "--trusted-proxies", "10.0.0.1"]);
         assert!(error.is_err_and(|error| error.contains("--account-header cannot be used with --api-keys-file")));
         let error = read(&["--cors-origin", "https://chat.example,*"]).expect_err("without keys, all pages could use the API");

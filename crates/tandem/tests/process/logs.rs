@@ -48,17 +48,17 @@ fn served_with(output: fn() -> Stdio, loses: bool) {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn full_disk_of_the_logs_changes_nothing() {
+fn processes_serve_while_the_disk_of_their_logs_is_full() {
     served_with(|| File::options().write(true).open("/dev/full").expect("Linux has this device").into(), true);
 }
 
 #[test]
-fn logs_without_a_reader_change_nothing() {
+fn processes_serve_while_nothing_reads_their_logs() {
     served_with(Stdio::piped, true);
 }
 
 #[test]
-fn logs_whose_reader_stalls_change_nothing() {
+fn processes_serve_while_the_reader_of_their_logs_stalls() {
     served_with(
         || {
             let (reader, mut writer) = std::io::pipe().expect("the system can create a pipe");

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn frames_of_a_message_are_limited_together() {
+    async fn size_and_number_of_the_frames_of_a_message_are_limited() {
         let half = MESSAGE_MAX / 2;
         let halves = [long(MORE, half as u64), vec![0; half], long(MORE, half as u64 + 1)].concat();
         assert!(matches!(first_message(&halves).await.0, Err(SocketError::TooLong)));

@@ -89,7 +89,7 @@ pub(in crate::cuda) struct Nccl {
 /// Why a communicator cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::cuda) enum NcclError {
-    #[error("{what}, NCCL result {code}")]
+    #[error("{what}, ncclResult_t {code}")]
     Refused { code: c_int, what: String },
     #[error("the operation did not end within {0:?}")]
     Late(Duration),

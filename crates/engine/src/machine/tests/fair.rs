@@ -89,7 +89,7 @@ proptest! {
     /// A sequence is admitted only if its predicted place in the fair order is within the batch. So the prediction must not be too early:
     /// otherwise an admitted sequence would not be among those that the batch computes.
     #[test]
-    fn new_sequence_is_no_later_in_the_fair_order_than_predicted(
+    fn predicted_place_of_a_new_sequence_in_the_fair_order_is_never_too_early(
         (sequences, priorities) in sequences(), account in 0..4usize, number in 0..6u64, exempt in prop::option::of(0..24u64),
     ) {
         let new = owner(account, number, &priorities);

@@ -51,7 +51,7 @@ fn computed_blocks_are_reported_before_later_chunks_are_computed() {
 }
 
 #[test]
-fn computed_blocks_are_reported_without_copies_when_requested() {
+fn blocks_requested_in_place_are_reported_without_copies() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits in the cache");
     world.step();
