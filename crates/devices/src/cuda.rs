@@ -164,7 +164,7 @@ impl CudaModel {
                     Some(cubin) => cubin,
                     none => none.insert(compile::cubin(shape, driver, settings.kernels_dir.as_deref())?),
                 };
-                Gpu::open(driver, cubin, shape, settings.tuning)
+                Gpu::open(driver, cubin, shape, settings)
             })
         });
         Ok(Self { ranks: ranks.collect::<Result<_, _>>()?, tuning: settings.tuning })

@@ -24,6 +24,7 @@ use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Refusal, Ste
 use budget::ShortSteps;
 use fair::{RoundRobin, fair_order};
 use rates::Rates;
+pub(crate) use receiving::EndedWrite;
 use receiving::{EndedReservations, release};
 use sending::report_ready_blocks;
 pub(crate) use sequence::JobId;

@@ -13,9 +13,9 @@ const SHORT_LINES: usize = 60;
 /// What is counted, and its limit. A limit is lowered when a change stays below it, and raised only with a reason.
 const LIMITS: [(&str, usize); 5] = [
     ("lines of code", 54_600),
-    ("lines of the largest crate", 8_850),
-    ("functions longer than 60 lines", 18),
-    ("functions with a bool parameter", 83),
+    ("lines of the largest crate", 7_350),
+    ("functions longer than 60 lines", 17),
+    ("functions with a bool parameter", 75),
     ("type names with several meanings", 163),
 ];
 

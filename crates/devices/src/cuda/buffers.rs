@@ -7,6 +7,7 @@ use super::{
     model::{Layer, Model},
     sampling::ROW_BYTES,
     shape::Shape,
+    shard::Shard,
 };
 use std::sync::Arc;
 
@@ -38,10 +39,10 @@ pub(super) struct Gemms {
 }
 
 impl<D: Device> Buffers<D> {
-    /// Allocates all buffers. Those of the output head are empty unless `has_head`.
-    pub fn new(device: &Arc<D>, sizes: &Sizes, has_head: bool) -> Result<Self, CudaError> {
+    /// Allocates all buffers of a rank. Only the first rank has an output head; the others' buffers of the head are empty.
+    pub fn new(device: &Arc<D>, sizes: &Sizes, shard: Shard) -> Result<Self, CudaError> {
         let memory = |bytes| Memory::new(device, bytes);
-        let of_head = |bytes| memory(if has_head { bytes } else { 0 });
+        let of_head = |bytes| memory(if shard.rank == 0 { bytes } else { 0 });
         Ok(Self {
             residual: memory(sizes.residual)?,
             normed: memory(sizes.normed)?,

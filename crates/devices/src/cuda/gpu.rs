@@ -10,7 +10,7 @@ mod nccl;
 mod tuning;
 
 use super::{
-    CudaError,
+    CudaError, CudaSettings,
     device::{CommunicatorId, Device, Gemm, Imported, IpcHandle, Launch, Memory, Operands, Purpose},
     shape::Shape,
 };
@@ -90,9 +90,8 @@ impl Staging {
 
 impl Gpu {
     /// Opens a GPU, loads the kernels in `cubin`, and creates a first stream.
-    /// `tuning` is whether GEMM algorithms are timed.
-    pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape, tuning: bool) -> Result<Self, CudaError> {
-        Self::of(Arc::new(Context::open(driver, cubin, shape, tuning)?), Purpose::Steps)
+    pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape, settings: &CudaSettings) -> Result<Self, CudaError> {
+        Self::of(Arc::new(Context::open(driver, cubin, shape, settings)?), Purpose::Steps)
     }
 
     fn of(context: Arc<Context>, purpose: Purpose) -> Result<Self, CudaError> {

@@ -4,7 +4,12 @@
 //! of the lists that are uploaded for each step. Steps of a bucket differ only in the contents of these lists. So a graph is looked up by
 //! its bucket, and all graphs are discarded when the lists are moved.
 
-use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
+use super::{
+    CudaError,
+    device::Device,
+    plan::{Batch, padded_rows},
+    sampling::SampleInputs,
+};
 use std::collections::HashMap;
 
 /// The most graphs that are cached. A mixed load has fewer buckets. A graph has a few hundred launches, each of which takes some kilobytes
@@ -64,9 +69,9 @@ impl<D: Device> Graphs<D> {
         self.refused
     }
 
-    fn bucket_of(&self, rows: usize, partitions: usize, top_max: usize, samples: bool) -> Bucket {
-        let partitions = partitions.next_power_of_two().min(self.partitions_max);
-        Bucket { rows: padded_rows(rows).min(self.rows_max), partitions, top_max, samples }
+    fn padded(&self, bucket: Bucket) -> Bucket {
+        let partitions = bucket.partitions.next_power_of_two().min(self.partitions_max);
+        Bucket { rows: padded_rows(bucket.rows).min(self.rows_max), partitions, ..bucket }
     }
 
     /// Returns the buckets of all decode steps without logprobs and masks. A step with this many rows has as many partitions, and
@@ -75,7 +80,7 @@ impl<D: Device> Graphs<D> {
         let mut buckets = Vec::new();
         for rows in 1..=self.rows_max {
             for partitions in rows..=most_partitions(rows) {
-                let bucket = self.bucket_of(rows, partitions, 0, true);
+                let bucket = self.padded(Bucket { rows, partitions, top_max: 0, samples: true });
                 if !buckets.contains(&bucket) {
                     buckets.push(bucket);
                 }
@@ -86,10 +91,10 @@ impl<D: Device> Graphs<D> {
 
     /// Returns the bucket of a decode step; `None` for other steps. A step is a decode step if a token is sampled from each of its rows,
     /// because then every chunk is a single token.
-    pub fn bucket(&self, batch: &Batch, top_max: usize, samples: bool) -> Option<Bucket> {
-        let rows = batch.rows();
-        let bucket = || self.bucket_of(rows, batch.partitions.len(), top_max, samples);
-        (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
+    pub fn bucket(&self, batch: &Batch, sampling: &SampleInputs) -> Option<Bucket> {
+        let (rows, partitions) = (batch.rows(), batch.partitions.len());
+        let bucket = Bucket { rows, partitions, top_max: sampling.top_max(), samples: sampling.constrained.is_empty() };
+        (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(|| self.padded(bucket))
     }
 
     /// Executes the step that `work` launches. The caller must have padded the step to the size `bucket`. The step reads its lists and

@@ -3,7 +3,7 @@
 use super::{
     CudaError,
     device::{Device, Memory},
-    shape::Shape,
+    shape::{Half, Shape},
     shard::Shard,
     weights::{self, MatrixSlice, Origin},
 };
@@ -45,6 +45,71 @@ pub(super) struct Layer<D: Device> {
     pub down: Memory<D>,
 }
 
+/// Reads the weights of one rank and copies them to its device.
+struct Loader<'a, D: Device> {
+    file: &'a dyn ModelFile,
+    config: &'a ModelConfig,
+    half: Half,
+    shard: Shard,
+    device: &'a Arc<D>,
+    /// The random numbers that every matrix repeats, unless the weights come from the file.
+    pattern: Option<Memory<D>>,
+}
+
+impl<D: Device> Loader<'_, D> {
+    fn matrix(&self, slices: &[MatrixSlice]) -> Result<Memory<D>, CudaError> {
+        match &self.pattern {
+            None => Memory::of(self.device, &weights::rows(self.file, self.half, slices)?),
+            Some(pattern) => {
+                let numbers = slices.iter().map(|slice| slice.rows.len() * slice.columns.len()).sum::<usize>();
+                weights::fill(self.device, pattern, numbers * 2)
+            }
+        }
+    }
+
+    /// Returns a norm or a bias. They are drawn as ones.
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
+        match &self.pattern {
+            None => vector(self.file, name, len),
+            Some(_) => Ok(vec![1.0; len]),
+        }
+    }
+
+    fn singles(&self, numbers: &[f32]) -> Result<Memory<D>, CudaError> {
+        Memory::of(self.device, &numbers.iter().flat_map(|number| number.to_le_bytes()).collect::<Vec<_>>())
+    }
+
+    fn layer(&self, i: usize) -> Result<Layer<D>, CudaError> {
+        let &Self { config, shard, .. } = self;
+        let &ModelConfig { width, ffn, head_dim, .. } = config;
+        let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let name = |part: &str| format!("blk.{i}.{part}.weight");
+        let rows =
+            |part: &str, outputs| MatrixSlice { rows: shard.range(outputs), ..MatrixSlice::whole(name(part), outputs, width) };
+        let columns =
+            |part: &str, inputs| MatrixSlice { columns: shard.range(inputs), ..MatrixSlice::whole(name(part), width, inputs) };
+        let norm = |part: &str, len| self.singles(&self.vector(&name(part), len)?);
+        let biases = || {
+            let bias = |part: &str, len| {
+                let all = self.vector(&format!("blk.{i}.{part}.bias"), len)?;
+                Ok::<_, CpuError>(all[shard.range(len)].to_vec())
+            };
+            self.singles(&[bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?].concat())
+        };
+        Ok(Layer {
+            attention_norm: norm("attn_norm", width)?,
+            qkv: self.matrix(&[rows("attn_q", queries), rows("attn_k", keys), rows("attn_v", keys)])?,
+            qkv_biases: config.qkv_biases.then(biases).transpose()?,
+            query_norm: config.qk_norms.then(|| norm("attn_q_norm", head_dim)).transpose()?,
+            key_norm: config.qk_norms.then(|| norm("attn_k_norm", head_dim)).transpose()?,
+            attention_out: self.matrix(&[columns("attn_output", queries)])?,
+            ffn_norm: norm("ffn_norm", width)?,
+            gates: self.matrix(&[rows("ffn_gate", ffn), rows("ffn_up", ffn)])?,
+            down: self.matrix(&[columns("ffn_down", ffn)])?,
+        })
+    }
+}
+
 impl<D: Device> Model<D> {
     /// Reads and checks a rank's weights and copies them to the device that `open` returns for the model's shape. `shared_max` is the
     /// shared memory of a thread block in bytes. Fails if the model is not supported, a weight cannot be read, or the device fails.
@@ -56,65 +121,22 @@ impl<D: Device> Model<D> {
         origin: Origin,
         open: impl FnOnce(&Shape) -> Result<D, CudaError>,
     ) -> Result<Self, CudaError> {
-        let config = file.config()?;
-        let half = weights::half_of(file)?;
-        let shape = Shape::new(&config, half, block_size, shared_max, shard)?;
-        cpu::model::refuse_unread(file, &config)?;
+        let (config, half) = (&file.config()?, weights::half_of(file)?);
+        let shape = Shape::new(config, half, block_size, shared_max, shard)?;
+        cpu::model::refuse_unread(file, config)?;
         let device = Arc::new(open(&shape)?);
-        let ModelConfig { width, ffn, vocab_size, head_dim, .. } = config;
-        let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
         let pattern = match origin {
             Origin::File => None,
             Origin::Drawn => Some(Memory::of(&device, &weights::drawn(half))?),
         };
-        let matrix = |slices: &[MatrixSlice]| match &pattern {
-            None => Memory::of(&device, &weights::rows(file, half, slices)?),
-            Some(pattern) => {
-                let numbers = slices.iter().map(|slice| slice.rows.len() * slice.columns.len()).sum::<usize>();
-                weights::fill(&device, pattern, numbers * 2)
-            }
-        };
-        // Norms and biases are drawn as ones.
-        let vector = |name: &str, len: usize| match &pattern {
-            None => vector(file, name, len),
-            Some(_) => Ok(vec![1.0; len]),
-        };
-        let singles = |numbers: Vec<f32>| Memory::of(&device, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>());
-        let layer = |i: usize| {
-            let name = |part: &str| format!("blk.{i}.{part}.weight");
-            let rows = |part: &str, outputs| MatrixSlice {
-                rows: shard.range(outputs),
-                ..MatrixSlice::whole(name(part), outputs, width)
-            };
-            let columns = |part: &str, inputs| MatrixSlice {
-                columns: shard.range(inputs),
-                ..MatrixSlice::whole(name(part), width, inputs)
-            };
-            let norm = |part: &str, len| singles(vector(&name(part), len)?);
-            let biases = || {
-                let bias = |part: &str, len| {
-                    let all = vector(&format!("blk.{i}.{part}.bias"), len)?;
-                    Ok::<_, CpuError>(all[shard.range(len)].to_vec())
-                };
-                singles([bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?].concat())
-            };
-            Ok::<_, CudaError>(Layer {
-                attention_norm: norm("attn_norm", width)?,
-                qkv: matrix(&[rows("attn_q", queries), rows("attn_k", keys), rows("attn_v", keys)])?,
-                qkv_biases: config.qkv_biases.then(biases).transpose()?,
-                query_norm: config.qk_norms.then(|| norm("attn_q_norm", head_dim)).transpose()?,
-                key_norm: config.qk_norms.then(|| norm("attn_k_norm", head_dim)).transpose()?,
-                attention_out: matrix(&[columns("attn_output", queries)])?,
-                ffn_norm: norm("ffn_norm", width)?,
-                gates: matrix(&[rows("ffn_gate", ffn), rows("ffn_up", ffn)])?,
-                down: matrix(&[columns("ffn_down", ffn)])?,
-            })
-        };
+        let loader = Loader { file, config, half, shard, device: &device, pattern };
         let frequencies: Vec<u8> = config.rope.frequencies.iter().flat_map(|frequency| frequency.to_le_bytes()).collect();
-        let layers = (0..config.layers).map(layer).collect::<Result<_, _>>()?;
-        let tokens = |name: &str| matrix(&[MatrixSlice::whole(name.to_owned(), vocab_size, width)]);
-        let (embedding, norm) = (tokens("token_embd.weight")?, singles(vector("output_norm.weight", width)?)?);
+        let layers = (0..config.layers).map(|i| loader.layer(i)).collect::<Result<_, _>>()?;
+        let tokens = |name: &str| loader.matrix(&[MatrixSlice::whole(name.to_owned(), config.vocab_size, config.width)]);
+        let embedding = tokens("token_embd.weight")?;
+        let norm = loader.singles(&loader.vector("output_norm.weight", config.width)?)?;
         let has_head = !config.tied && shard.rank == 0;
+        let head = has_head.then(|| tokens("output.weight")).transpose()?;
         Ok(Self {
             shape,
             shard,
@@ -125,7 +147,7 @@ impl<D: Device> Model<D> {
             embedding,
             layers,
             norm,
-            head: has_head.then(|| tokens("output.weight")).transpose()?,
+            head,
             free_bytes: device.free_bytes()?,
             device,
         })

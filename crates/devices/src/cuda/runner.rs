@@ -136,8 +136,7 @@ impl<D: Device> Runner<D> {
         });
         let requests: Vec<SampleRequest<'_>> = requests.collect();
         let sampling = SampleInputs::new(&requests, batch.offset_after_tables(), self.shape().vocab_size);
-        let bucket =
-            self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, sampling.top_max(), sampling.constrained.is_empty()));
+        let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, &sampling));
         self.execute(batch, sampling, &requests, bucket)
     }
 
@@ -236,7 +235,7 @@ fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Commun
 impl<D: Device> Rank<D> {
     fn new(model: &Model<D>, sizes: &Sizes, purpose: Purpose) -> Result<Self, CudaError> {
         let device = Arc::new(model.device.new_stream(purpose)?);
-        let buffers = Buffers::new(&device, sizes, model.shard.rank == 0)?;
+        let buffers = Buffers::new(&device, sizes, model.shard)?;
         let inputs = Inputs::new(&device, inputs::BYTES)?;
         let kv = Arc::new(Memory::new(&device, sizes.capacity_blocks as usize * model.shape.block_bytes())?);
         Ok(Self { device, buffers, inputs, kv })

@@ -1,16 +1,10 @@
 //! Writes to the blocks of a reservation, which other threads or devices make while the engine runs steps.
 
+use crate::machine::EndedWrite;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use tandem_kv::{BlockId, BlockWrite, Ticket};
 use tokio::sync::Notify;
-
-pub(super) struct EndedWrite {
-    pub ticket: Ticket,
-    pub indices: Vec<u32>,
-    /// True if all blocks were written. Otherwise none of them counts as written.
-    pub complete: bool,
-}
 
 /// The ended writes that the engine's thread has not handled yet. There are at most as many as blocks in use, because each write has at least one
 /// block that no other write has.

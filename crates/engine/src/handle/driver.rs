@@ -2,7 +2,7 @@
 
 use super::{
     EngineSettings,
-    block_write::{EndedWrite, EndedWrites, ReservedWrite},
+    block_write::{EndedWrites, ReservedWrite},
 };
 use crate::machine::{Action, JobId, Machine};
 use crate::sampling::Prepared;
@@ -228,9 +228,7 @@ impl Driver {
     }
 
     fn end_writes(&mut self) {
-        for EndedWrite { ticket, indices, complete } in self.ended_writes.take() {
-            self.machine.end_write(ticket, &indices, complete);
-        }
+        self.ended_writes.take().into_iter().for_each(|ended| self.machine.end_write(ended));
     }
 
     /// Cancels jobs that were dropped, pauses those whose event buffers are full, and resumes those whose buffers are half empty.

@@ -243,9 +243,14 @@ impl Machine {
         sequence.blocks = acquired.blocks;
         sequence.committed = acquired.cached_blocks as usize;
         sequence.computed = sequence.committed * size;
-        let first_time = sequence.queue_time.is_none();
-        sequence.queue_time.get_or_insert(now.saturating_sub(sequence.submitted));
-        self.start(sequence, first_time, now)
+        if sequence.queue_time.is_none() {
+            sequence.queue_time = Some(now.saturating_sub(sequence.submitted));
+            if !sequence.is_remote() {
+                let scheduled = Event::Scheduled { cached: Some(CachedTokens::on_device(sequence.computed as u32)) };
+                self.actions.push(Action::Emit(sequence.job, scheduled));
+            }
+        }
+        self.start(sequence, now)
     }
 
     fn admit_sample(&mut self, job: JobId, shares: &Shares) -> Admission {
@@ -324,16 +329,12 @@ impl Machine {
         owner.is_some()
     }
 
-    fn start(&mut self, sequence: Sequence, first_time: bool, now: Duration) -> Admission {
+    fn start(&mut self, sequence: Sequence, now: Duration) -> Admission {
         let job = sequence.job;
         if sequence.is_remote() {
             self.prefilled += sequence.remaining() as u64;
             self.reserve(sequence, now);
         } else {
-            if first_time {
-                let scheduled = Event::Scheduled { cached: Some(CachedTokens::on_device(sequence.computed as u32)) };
-                self.actions.push(Action::Emit(job, scheduled));
-            }
             self.settle(sequence, now);
         }
         let is_reserved = || self.reserved.iter().any(|other| other.job == job);

@@ -60,6 +60,14 @@ impl EndedReservations {
     }
 }
 
+/// The end of a write that [`Machine::begin_write`] has begun.
+pub(crate) struct EndedWrite {
+    pub ticket: Ticket,
+    pub indices: Vec<u32>,
+    /// True if all blocks were written. Otherwise none of them counts as written, and they are missing again.
+    pub complete: bool,
+}
+
 impl Machine {
     /// Returns the block into which another worker's content for `index` is to be written. The block counts as written from now on.
     ///
@@ -100,9 +108,9 @@ impl Machine {
         Ok(indices.iter().map(|index| sequence.blocks[*index as usize]).collect())
     }
 
-    /// Ends a write that [`Machine::begin_write`] has begun. If `complete` is false, the blocks count as missing again.
-    pub fn end_write(&mut self, ticket: Ticket, indices: &[u32], complete: bool) {
-        for index in indices {
+    /// Ends a write that [`Machine::begin_write`] has begun.
+    pub fn end_write(&mut self, EndedWrite { ticket, indices, complete }: EndedWrite) {
+        for index in &indices {
             if let Some(block) = self.ended_reservations.writing.remove(&(ticket, *index)) {
                 self.cache.release(block);
             }

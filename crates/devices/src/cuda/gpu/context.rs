@@ -1,7 +1,7 @@
 //! A GPU's context, with the kernels of a model.
 
 use super::{Driver, driver_lock, failed, gemm::ChosenAlgorithms};
-use crate::cuda::{CudaError, device::Kernel, shape::Shape};
+use crate::cuda::{CudaError, CudaSettings, device::Kernel, shape::Shape};
 use cudarc::driver::{result, sys};
 use std::ffi::CString;
 
@@ -22,7 +22,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    pub(super) fn open(driver: &Driver, cubin: &[u8], shape: &Shape, tuning: bool) -> Result<Self, CudaError> {
+    pub(super) fn open(driver: &Driver, cubin: &[u8], shape: &Shape, settings: &CudaSettings) -> Result<Self, CudaError> {
         use sys::{
             CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as PROCESSORS,
             CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_MAX,
@@ -46,7 +46,7 @@ impl Context {
             }
             let multiprocessors = result::device::get_attribute(device, PROCESSORS);
             let multiprocessors = multiprocessors.map_err(failed("querying the GPU's attributes"))?.max(1) as usize;
-            let chosen = tuning.then(ChosenAlgorithms::default);
+            let chosen = settings.tuning.then(ChosenAlgorithms::default);
             Ok(Self { device, context, module, functions, multiprocessors, chosen })
         }
     }

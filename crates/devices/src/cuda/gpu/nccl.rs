@@ -60,8 +60,7 @@ struct Config {
 }
 
 impl Config {
-    fn new(blocking: bool) -> Self {
-        let blocking = blocking.into();
+    fn new(blocking: c_int) -> Self {
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking, cga_cluster_size: c_int::MIN }
     }
 }
@@ -284,7 +283,7 @@ impl Communicator {
         let begun = nccl.group(|| {
             for (context, (handle, rank)) in contexts.iter().zip(handles.iter().zip(first..)) {
                 context.enter().map_err(|_| NcclError::Broken)?;
-                let mut config = Config::new(in_process);
+                let mut config = Config::new(in_process.into());
                 // SAFETY: the configuration is read during the call. The handle may be written until the rank has joined, which is awaited
                 // below.
                 let code = unsafe { (nccl.init)(handle.as_ptr(), ranks as c_int, UniqueId(id), rank as c_int, &mut config) };
@@ -449,10 +448,10 @@ mod tests {
     #[test]
     fn config_has_the_layout_of_nccl_2_14() {
         // SAFETY: the struct has no padding, and any bytes are valid as `u8`.
-        let bytes: [u8; 24] = unsafe { std::mem::transmute(Config::new(false)) };
+        let bytes: [u8; 24] = unsafe { std::mem::transmute(Config::new(0)) };
         let number = |at: usize| u32::from_le_bytes(*bytes[at..].first_chunk().unwrap());
         assert_eq!([0, 4, 8, 12, 16, 20].map(number), [24, 0, 0xcafe_beef, 21_400, 0, 0x8000_0000]);
-        assert_eq!(Config::new(true).blocking, 1);
+        assert_eq!(Config::new(1).blocking, 1);
     }
 
     #[test]

@@ -250,7 +250,7 @@ fn only_small_fully_sampled_decode_steps_use_a_graph() {
         let chunk = |(len, logits): &(usize, _)| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits: *logits };
         let chunks: Vec<Chunk<'_>> = chunks.iter().map(chunk).collect();
         let batch = Batch::new(&chunks, &SHAPE, 3);
-        graphs.bucket(&batch, 0, true).map(|bucket| (bucket.rows, bucket.partitions))
+        graphs.bucket(&batch, &SampleInputs::default()).map(|bucket| (bucket.rows, bucket.partitions))
     };
     assert_eq!(bucket(&[(1, sample); 5]), Some((6, 8)));
     assert_eq!(bucket(&[(1, sample); 9]), Some((10, 16)));

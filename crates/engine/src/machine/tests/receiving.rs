@@ -31,7 +31,7 @@ impl World {
             let payload = kv.get(*index as usize).map_or(&garbage, |(_, payload)| payload);
             self.engine.write_block(block, payload).unwrap();
         }
-        self.machine.end_write(ticket, &indices, whole);
+        self.machine.end_write(EndedWrite { ticket, indices, complete: whole });
         self.act();
     }
 
