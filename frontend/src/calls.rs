@@ -1,11 +1,12 @@
 //! Calls of the API: the key with which a client makes one, and the line that the audit log has for it.
 
-use crate::{clock::timestamp, keys::Key, metrics::CLIENT_CLOSED, usage::Usage};
+use crate::{clock::timestamp, keys::Key, metrics::CLIENT_CLOSED};
 use ::metrics::Counter;
 use axum::http::StatusCode;
 use parking_lot::Mutex;
 use serde::Serialize;
 use std::{collections::HashMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
+use tandem_api::answer::Usage;
 use tandem_process::{Metrics, line_file::LineFile, listen::ClientNetwork};
 use tokio::time::{Instant, sleep};
 

@@ -9,9 +9,8 @@ use axum::{
     http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use serde_json::{Value, json};
 use std::sync::Arc;
-use tandem_api::{Problem, RequestError, shortened};
+use tandem_api::{Problem, RequestError, answer::Failure, shortened};
 use tandem_proto::v1::FailureReason;
 
 /// The header with which a server says whether OpenAI's and Anthropic's clients may repeat a request.
@@ -182,22 +181,12 @@ impl ApiError {
         self.parts().code
     }
 
-    pub(crate) fn message(&self) -> String {
-        shortened(&self.to_string()).into_owned()
-    }
-
-    pub(crate) fn body(&self) -> Value {
-        let Parts { kind, param, code, .. } = self.parts();
-        json!({ "error": { "message": self.message(), "type": kind, "param": param, "code": code } })
-    }
-
-    /// Returns the body with the seconds after which the client may try again, for an event of a stream, whose headers are sent before.
-    pub(crate) fn event(&self) -> Value {
-        let mut body = self.body();
-        if let Some(seconds) = self.parts().retry_after {
-            body["error"]["retry_after"] = seconds.into();
-        }
-        body
+    /// Returns the error as the formats of answers write it.
+    pub(crate) fn failure(&self) -> Failure<'_> {
+        let Parts { status, kind, param, code, retry_after } = self.parts();
+        let request = if let Self::Request(error) = self { Some(error) } else { None };
+        let message = shortened(&self.to_string()).into_owned();
+        Failure { status: status.as_u16(), kind, message, param, code, retry_after, request }
     }
 }
 
@@ -216,7 +205,7 @@ impl IntoResponse for ApiError {
         let parts = self.parts();
         let is_final = matches!(self, Self::Dispatch(DispatchError::EndsWorkers))
             || (parts.status == StatusCode::TOO_MANY_REQUESTS && parts.retry_after.is_none());
-        let mut response = (parts.status, Json(self.body())).into_response();
+        let mut response = (parts.status, Json(self.failure().body())).into_response();
         let headers = response.headers_mut();
         if let Some(seconds) = parts.retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));

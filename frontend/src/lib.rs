@@ -1,6 +1,6 @@
 //! Serves OpenAI's and Anthropic's HTTP APIs for a cluster whose routers and workers process token ids.
 //!
-//! A request passes these modules in order: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` requests a placement
+//! A request passes these modules in order: `http` reads it, `api` checks it, `text` tokenizes it, `dispatch` requests a placement
 //! and opens the decode worker's stream, `stream` converts the tokens to text, and `usage` counts them. The response owns everything that
 //! is reserved for a request (sequences, booking, generation). It is dropped when the client disconnects, which releases everything.
 
@@ -91,7 +91,7 @@ pub async fn run(
     let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let drain = || Drain { begun: CancellationToken::new(), idle_max: drain_idle };
     let limits = |all_max, per_address_max, proxies| {
-        let refusal = error::ApiError::Connections.body().to_string();
+        let refusal = error::ApiError::Connections.failure().body().to_string();
         Arc::new(ConnectionLimits::new(all_max, per_address_max, proxies, refusal, app.metrics.connections.clone()))
     };
     let (of_api, of_admin) = (drain(), Drain { idle_max: Duration::ZERO, ..drain() });

@@ -1,9 +1,9 @@
-//! Computes the field `usage` of all answers, whole or streamed.
+//! Computes the usage of all answers, whole or streamed.
 
 use crate::dispatch::placement::Placement;
-use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use tandem_api::answer::Usage;
 use tandem_proto::v1::Scheduled;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -65,31 +65,6 @@ pub(crate) struct PromptUsage {
     pub(crate) cached: Option<Cached>,
 }
 
-/// OpenAI's object `usage`. All fields are present when an answer is complete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize)]
-pub(crate) struct Usage {
-    pub(crate) prompt_tokens: u32,
-    pub(crate) completion_tokens: u32,
-    pub(crate) total_tokens: u32,
-    pub(crate) prompt_tokens_details: PromptTokensDetails,
-    pub(crate) completion_tokens_details: CompletionTokensDetails,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize)]
-pub(crate) struct PromptTokensDetails {
-    /// Absent while the cached tokens of a prompt are not known: a chunk must not claim a number that a later one corrects.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) cached_tokens: Option<u32>,
-    /// Always 0, because prompts are text.
-    audio_tokens: u32,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize)]
-pub(crate) struct CompletionTokensDetails {
-    /// The tokens between the tags of reasoning.
-    pub(crate) reasoning_tokens: u32,
-}
-
 /// Returns the usage of a request, which is the sum of its prompts' usage.
 pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> Usage {
     let (mut prompt_tokens, mut completion_tokens, mut reasoning_tokens, mut cached_tokens) = (0_u32, 0_u32, 0_u32, Some(0_u32));
@@ -99,13 +74,7 @@ pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> U
         reasoning_tokens = reasoning_tokens.saturating_add(prompt.reasoning_tokens);
         cached_tokens = cached_tokens.zip(prompt.cached.as_ref()).map(|(sum, cached)| sum.saturating_add(cached.tokens));
     }
-    Usage {
-        prompt_tokens,
-        completion_tokens,
-        total_tokens: prompt_tokens.saturating_add(completion_tokens),
-        prompt_tokens_details: PromptTokensDetails { cached_tokens, audio_tokens: 0 },
-        completion_tokens_details: CompletionTokensDetails { reasoning_tokens },
-    }
+    Usage::new(prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens)
 }
 
 #[cfg(test)]

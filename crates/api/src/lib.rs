@@ -1,7 +1,8 @@
-//! Clients' requests and their checks. Errors name the field at fault. A known parameter that is not supported is refused if its value
+//! Clients' requests and their checks, and the formats of answers. Errors name the field at fault. A known parameter that is not supported is refused if its value
 //! would change the answer. Unknown fields are ignored, and a header of the answer names them.
 
 pub mod agents;
+pub mod answer;
 pub mod anthropic;
 mod anthropic_fields;
 mod calls;
@@ -30,7 +31,7 @@ pub use error::{Problem, RequestError, at_most, shortened};
 pub use fields::ids;
 pub use generate::{Generate, GenerateRequest};
 pub use ignored::Ignored;
-pub use options::{Options, StreamUsage, TextOptions};
+pub use options::{LogprobsWith, Options, StreamUsage, TextOptions};
 pub use parameters::{ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest};
 pub use schema::OfModels;
 pub use tokenize::{DetokenizeRequest, TokenizeRequest};

@@ -26,6 +26,15 @@ pub struct TextOptions {
     pub absent: bool,
 }
 
+/// When the logprobs of a token are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogprobsWith {
+    /// With the token's text, so that a stop string and a stop token have none.
+    Text,
+    /// With the token's id, so that every generated token has them.
+    Tokens,
+}
+
 /// The checked parameters.
 pub struct Options {
     /// The number of answers to each prompt.

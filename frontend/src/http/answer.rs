@@ -1,26 +1,25 @@
-//! Runs a request's prompts. The events of their answers become JSON in an endpoint's format.
+//! Runs a request's prompts. The events of their answers become the parts that a format writes.
 
 use super::{
     app::App,
     incoming::{Incoming, Job},
     progress::{Progress, Recording},
-    prompt_logprobs::PromptLogprobs,
-    style::Style,
 };
 use crate::{
     clock::unix_time,
     dispatch::DispatchError,
     error::ApiError,
     models::Served,
-    stream::{AnswerEvent, TokenLogprobs, answers},
+    stream::{AnswerEvent, answers},
 };
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
 use std::{pin::Pin, sync::Arc, time::Duration};
-use tandem_api::{Options, StreamUsage};
-use tandem_kv::TokenId;
+use tandem_api::{
+    Options,
+    answer::{AnswerContext, AnswerFormat, AnswerPart},
+};
 use tandem_proto::v1::FailureReason;
-use tandem_text::ServedModel;
 use tokio::{
     sync::watch,
     time::{Instant, sleep},
@@ -32,127 +31,78 @@ type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchErro
 /// A request that is being answered.
 pub(super) struct Run {
     app: Arc<App>,
-    pub(super) model: Arc<ServedModel>,
     events: Events,
-    pub(super) progress: Progress,
-    echoes: Vec<Option<Echo>>,
-    /// The number of characters of each prompt that the answer has echoed.
-    echoed_len: Vec<usize>,
-    /// Whether the client requested logprobs.
-    pub(super) wants_logprobs: bool,
-    pub(super) extras: Extras,
-    /// The tokens of each prompt; empty unless the answer has them.
-    prompt_token_ids: Vec<Vec<TokenId>>,
-    /// The logprobs of each prompt's tokens, if the answer has them and they have arrived.
-    prompt_logprobs: Vec<Option<Vec<TokenLogprobs>>>,
+    progress: Progress,
+    /// What the answer's format knows of this request.
+    pub(super) context: AnswerContext,
+    prompts: Vec<PromptState>,
     /// The time without an event after which a stream sends a comment to keep the connection open.
     keep_alive: Duration,
     /// When the prefills of prompts that wait in workers' queues are estimated to begin.
     queued: watch::Receiver<Option<Instant>>,
-    /// The answer's id.
-    pub(super) id: String,
-    /// The request's id.
-    pub(super) request_id: String,
-    pub(super) created: u64,
-    pub(super) details: bool,
+    /// Whether the answer has the object `tandem`.
+    details: bool,
 }
 
-/// What a client requested besides the text of the answer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Extras {
-    /// Whether the answer has the ids of the prompt's and the generated tokens.
-    pub(super) token_ids: bool,
-    /// Whether logprobs name tokens by their ids.
-    pub(super) tokens_as_ids: bool,
-    /// The number of alternatives for each generated token and each echoed token of the prompt.
-    echoed_alternatives: usize,
-    /// The number of alternatives for each token of the prompt; `None`: the answer does not have the prompt's logprobs.
-    prompt_alternatives: Option<usize>,
-}
-
-/// The text of a prompt that is still to be echoed.
-struct Echo {
-    text: String,
-    /// Whether the prompt's logprobs are echoed, too. If so, the text is sent only when the logprobs have arrived.
-    with_logprobs: bool,
+/// The state of one prompt.
+struct PromptState {
+    /// The prompt's text, if it is still to be repeated. If the prompt's logprobs are repeated, too, it waits for them.
+    echo: Option<String>,
+    /// The number of characters of the prompt that the answer repeats.
+    echo_len: usize,
+    /// Whether the logprobs of the prompt's tokens were requested and have not arrived.
+    awaits_logprobs: bool,
 }
 
 impl Run {
-    /// Starts the job.
-    pub(super) fn new(incoming: &Incoming, job: Job) -> (Self, Style, Option<StreamUsage>) {
+    /// Starts the job. Also returns the format of its answer.
+    pub(super) fn new(incoming: &Incoming, job: Job) -> (Self, Box<dyn AnswerFormat>) {
         let Job { served: Served { model, .. }, prompts, options, style, pieces } = job;
         let (app, endpoint, since) = (Arc::clone(&incoming.app), incoming.admitted.endpoint, incoming.admitted.since);
-        let id = style.answer_id(&incoming.id);
-        describe(incoming, &model.id, &id, &options);
+        let tokens = prompts.iter().map(|(prompt, _)| prompt.tokens.as_slice());
+        let context = AnswerContext::new(&style, Arc::clone(&model), &incoming.id, &options, tokens, unix_time().as_secs());
+        describe(incoming, &context, &options);
         let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
         let recording = |recent| Recording { recent, endpoint: endpoint.label(), streamed: options.stream.is_some() };
         let recording = app.recent.clone().map(recording);
         let records = (incoming.admitted.span.clone(), Arc::clone(&incoming.admitted.call));
         let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), records, recording);
-        let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
-        let mut prompt_token_ids = Vec::with_capacity(prompts.len());
+        let (mut streams, mut states) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
         for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
-            prompt_token_ids.push(if options.token_ids { prompt.tokens.clone() } else { Vec::new() });
-            echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
+            let echo_len = echo.as_ref().map_or(0, |text| text.chars().count());
+            states.push(PromptState { echo, echo_len, awaits_logprobs: prompt.prompt_logprobs.is_some() });
             let (dispatcher, model) = (Arc::clone(&app.dispatcher), Arc::clone(&model));
             let stop = options.stop.clone();
             let events = answers(dispatcher, model, prompt, stop, options.text, style.logprobs(), pieces.clone());
             streams.push(events.map(move |event| (index, event)).boxed());
         }
+        let format = style.format(&context);
         let run = Self {
             events: stream::select_all(streams).boxed(),
             progress,
-            echoed_len: vec![0; echoes.len()],
-            echoes,
-            wants_logprobs: options.sampling.logprobs.is_some(),
-            extras: Extras {
-                token_ids: options.token_ids,
-                tokens_as_ids: options.tokens_as_ids,
-                echoed_alternatives: options.sampling.logprobs.unwrap_or(0) as usize,
-                prompt_alternatives: options.prompt_logprobs.map(|top| top as usize),
-            },
-            prompt_logprobs: vec![None; prompt_token_ids.len()],
-            prompt_token_ids,
+            context,
+            prompts: states,
             keep_alive: app.keep_alive,
             queued: incoming.queued.subscribe(),
-            id,
-            request_id: incoming.id.clone(),
-            created: unix_time().as_secs(),
             details: incoming.header_options.details,
             app,
-            model,
         };
-        (run, style, options.stream)
+        (run, format)
     }
 
-    /// Returns the logprobs of a prompt's tokens, if the answer has them.
-    pub(super) fn prompt_logprobs(&self, prompt: usize) -> Option<PromptLogprobs<'_>> {
-        let tokens = self.prompt_logprobs[prompt].as_deref()?;
-        Some(PromptLogprobs { model: &self.model, tokens, alternatives: self.extras.prompt_alternatives.unwrap_or(0) })
-    }
-
-    /// Returns the tokens of a prompt, if the answer has them.
-    pub(super) fn prompt_token_ids(&self, prompt: usize) -> Option<&[TokenId]> {
-        self.extras.token_ids.then(|| self.prompt_token_ids[prompt].as_slice())
-    }
-
-    /// Returns the number of prompts.
-    pub(super) fn prompts(&self) -> usize {
-        self.echoes.len()
-    }
-
-    /// Returns the next event and the index of its prompt; `None` when all prompts have ended. Cancel-safe.
-    pub(super) async fn next(&mut self) -> Option<Result<(usize, AnswerEvent), ApiError>> {
-        let next = self.next_event().await;
+    /// Returns the next part of the answer and the index of its prompt; `None` when all prompts have ended. Cancel-safe.
+    pub(super) async fn next(&mut self) -> Option<Result<(usize, AnswerPart), ApiError>> {
+        let next = self.next_part().await;
         if let Some(Err(error)) = &next {
             self.progress.fail(error.status());
+            self.end();
         }
         next
     }
 
-    /// Returns the next event for a stream, or the comment that is to be sent before it; `None` for the one that keeps the connection open.
+    /// Returns the next part for a stream, or the comment that is to be sent before it; `None` for the one that keeps the connection open.
     /// Cancel-safe.
-    pub(super) async fn next_or_comment(&mut self) -> Result<Option<Result<(usize, AnswerEvent), ApiError>>, Option<Bytes>> {
+    pub(super) async fn next_or_comment(&mut self) -> Result<Option<Result<(usize, AnswerPart), ApiError>>, Option<Bytes>> {
         let (keep_alive, mut queued) = (self.keep_alive, self.queued.clone());
         tokio::select! {
             biased;
@@ -165,81 +115,76 @@ impl Run {
         Err(begins.map(|begins| queued_comment(begins.saturating_duration_since(Instant::now()))))
     }
 
-    async fn next_event(&mut self) -> Option<Result<(usize, AnswerEvent), ApiError>> {
-        let (index, event) = tokio::select! {
-            biased;
-            next = self.events.next() => next?,
-            () = self.app.admission.shutdown.stopped() => return Some(Err(DispatchError::Stopped.into())),
-        };
-        let mut event = match event {
-            Ok(event) => event,
-            Err(error) => return Some(Err(error.into())),
-        };
-        if let AnswerEvent::Delta(delta) = &mut event {
-            // Offsets count from the beginning of the answer's text, which includes an echoed prompt.
-            delta.logprobs.iter_mut().for_each(|entry| entry.text_offset += self.echoed_len[index]);
-        }
-        match &event {
-            AnswerEvent::PromptLogprobs(logprobs) if self.extras.prompt_alternatives.is_some() => {
-                self.prompt_logprobs[index] = Some(logprobs.clone());
-            }
-            // The worker must send them before the first generated token.
-            AnswerEvent::Delta(_) | AnswerEvent::Finished
-                if self.extras.prompt_alternatives.is_some() && self.prompt_logprobs[index].is_none() =>
-            {
-                return Some(Err(DispatchError::Lost { reason: FailureReason::EngineFailed }.into()));
-            }
-            _ => {}
-        }
-        self.progress.record(index, &event);
-        Some(Ok((index, event)))
+    /// Records that the answer is complete.
+    pub(super) fn finish(&mut self) {
+        self.progress.finish();
+        self.context.completed = Some(unix_time().as_secs());
+        self.end();
     }
 
-    /// Returns the prompt's text if it is to be echoed, with its logprobs if they were requested. The text is returned only once, before
-    /// any generated text.
-    ///
-    /// # Errors
-    /// The worker did not send the requested logprobs of the prompt.
-    pub(super) fn echo(&mut self, index: usize, event: &AnswerEvent) -> Result<Option<(String, Vec<TokenLogprobs>)>, ApiError> {
-        let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
-        let logprobs = match event {
-            AnswerEvent::Started(_) if echo.with_logprobs => return Ok(None),
-            AnswerEvent::Scheduled(_) | AnswerEvent::ReportLost | AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => {
-                return Ok(None);
+    fn end(&mut self) {
+        self.context.usage = self.progress.usage();
+        self.context.details = self.details.then(|| self.progress.details());
+    }
+
+    async fn next_part(&mut self) -> Option<Result<(usize, AnswerPart), ApiError>> {
+        loop {
+            let (index, event) = tokio::select! {
+                biased;
+                next = self.events.next() => next?,
+                () = self.app.admission.shutdown.stopped() => return Some(Err(DispatchError::Stopped.into())),
+            };
+            let event = match event {
+                Ok(event) => event,
+                Err(error) => return Some(Err(error.into())),
+            };
+            let prompt = &mut self.prompts[index];
+            // The worker must send the logprobs before the first generated token.
+            if prompt.awaits_logprobs && matches!(event, AnswerEvent::Delta(_) | AnswerEvent::Finished) {
+                return Some(Err(DispatchError::Lost { reason: FailureReason::EngineFailed }.into()));
             }
-            AnswerEvent::Started(_) => Vec::new(),
-            AnswerEvent::PromptLogprobs(logprobs) => {
-                let mut logprobs = logprobs.clone();
-                logprobs.iter_mut().for_each(|entry| entry.top.truncate(self.extras.echoed_alternatives));
-                logprobs
+            self.progress.record(index, &event);
+            if let Some(part) = prompt.part(event) {
+                self.context.usage = self.progress.usage();
+                return Some(Ok((index, part)));
             }
-            // The prompt's logprobs are still missing, but the worker must send them before the first generated token.
-            AnswerEvent::Delta(_) | AnswerEvent::Finished => {
-                let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
-                self.progress.fail(error.status());
-                return Err(error);
+        }
+    }
+}
+
+impl PromptState {
+    /// Returns the part of the answer that follows from the event; `None`: the answer does not have it.
+    fn part(&mut self, event: AnswerEvent) -> Option<AnswerPart> {
+        match event {
+            AnswerEvent::Started(_) => {
+                Some(AnswerPart::Started { echo: if self.awaits_logprobs { None } else { self.echo.take() } })
             }
-        };
-        let text = std::mem::take(&mut echo.text);
-        self.echoes[index] = None;
-        self.echoed_len[index] = text.chars().count();
-        Ok(Some((text, logprobs)))
+            AnswerEvent::PromptLogprobs(tokens) if std::mem::take(&mut self.awaits_logprobs) => {
+                Some(AnswerPart::PromptLogprobs { tokens, echo: self.echo.take() })
+            }
+            AnswerEvent::Delta(mut delta) => {
+                // Offsets count from the beginning of the answer's text, which includes a repeated prompt.
+                delta.logprobs.iter_mut().for_each(|entry| entry.text_offset += self.echo_len);
+                Some(AnswerPart::Delta(delta))
+            }
+            _ => None,
+        }
     }
 }
 
 /// Records the request's parameters in its span, without the prompt's text.
-fn describe(incoming: &Incoming, model: &str, id: &str, options: &Options) {
+fn describe(incoming: &Incoming, AnswerContext { model, id, .. }: &AnswerContext, options: &Options) {
     let (span, endpoint) = (&incoming.admitted.span, incoming.admitted.endpoint);
     if !span.is_sampled() {
         return;
     }
     let operation = endpoint.operation();
-    span.rename(|| format!("{operation} {model}"));
+    span.rename(|| format!("{operation} {}", model.id));
     span.set("gen_ai.operation.name", operation);
     span.set("gen_ai.provider.name", "tandem");
-    span.set("gen_ai.request.model", model.to_owned());
-    span.set("gen_ai.response.model", model.to_owned());
-    span.set("gen_ai.response.id", id.to_owned());
+    span.set("gen_ai.request.model", model.id.clone());
+    span.set("gen_ai.response.model", model.id.clone());
+    span.set("gen_ai.response.id", id.clone());
     span.set("gen_ai.request.choice.count", options.samples);
     span.set("gen_ai.request.temperature", f64::from(options.sampling.temperature));
     span.set("gen_ai.request.top_p", f64::from(options.sampling.top_p));

@@ -3,10 +3,8 @@
 use super::{
     app::App,
     conversation,
-    format::ChoiceFormat,
     incoming::{Incoming, Job},
     lifecycle::handle,
-    style::Style,
 };
 use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
@@ -15,7 +13,10 @@ use axum::{
 };
 use bytes::Bytes;
 use std::sync::Arc;
-use tandem_api::ChatRequest;
+use tandem_api::{
+    ChatRequest,
+    answer::{ChoiceFormat, Style},
+};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Chat, request, prepare).await

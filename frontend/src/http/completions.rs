@@ -2,10 +2,8 @@
 
 use super::{
     app::App,
-    format::ChoiceFormat,
     incoming::{Incoming, Job},
     lifecycle::handle,
-    style::Style,
 };
 use crate::{dispatch::Prompt, error::ApiError, metrics::Endpoint};
 use axum::{
@@ -15,7 +13,9 @@ use axum::{
 use bytes::Bytes;
 use std::sync::Arc;
 use tandem_api::{
-    CompletionRequest, Problem, check_context, check_texts,
+    CompletionRequest, Problem,
+    answer::{ChoiceFormat, Style},
+    check_context, check_texts,
     completions::{Completion, Input},
 };
 

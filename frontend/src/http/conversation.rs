@@ -1,13 +1,11 @@
 //! Prepares a conversation of any API: limits its text, renders and encodes it, and checks that the answer fits into the context.
 
-use super::{
-    incoming::{Incoming, Job},
-    style::Style,
-};
+use super::incoming::{Incoming, Job};
 use crate::{error::ApiError, models::Served};
 use std::sync::Arc;
 use tandem_api::{
     Problem, RequestError,
+    answer::Style,
     chat::{Chat, Encoded},
     check_context, check_texts,
 };

@@ -4,7 +4,6 @@ use super::{
     app::App,
     incoming::{Incoming, Job},
     lifecycle::handle,
-    style::Style,
 };
 use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
@@ -13,7 +12,7 @@ use axum::{
 };
 use bytes::Bytes;
 use std::sync::Arc;
-use tandem_api::{Generate, GenerateRequest, check_context};
+use tandem_api::{Generate, GenerateRequest, answer::Style, check_context};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Generate, request, prepare).await

@@ -4,7 +4,7 @@
 use super::{
     body::discard,
     cors::{self, Origins},
-    messages::errors,
+    messages,
     request_id::with_id,
     trailing_slash,
 };
@@ -23,7 +23,7 @@ pub(crate) fn guarded(routes: Router, hosts: Option<Hosts>, origins: Origins) ->
     // The last layer is the outermost one, so that refusals have a request id, too.
     trailing_slash::ignored(routes)
         .layer(from_fn_with_state((hosts, origins), check))
-        .layer(from_fn(errors::shaped))
+        .layer(from_fn(messages::shaped))
         .layer(from_fn(with_id))
 }
 

@@ -3,7 +3,6 @@
 use super::{
     app::{App, HeaderOptions},
     body,
-    style::Style,
 };
 use crate::{
     admission::{Admitted, Client},
@@ -16,7 +15,7 @@ use axum::response::Response;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
-use tandem_api::{Ignored, Options, Problem, RequestError, elements_max};
+use tandem_api::{Ignored, Options, Problem, RequestError, answer::Style, elements_max};
 use tandem_kv::{Namespace, Priority, TokenId};
 use tandem_text::{NamespaceEncodings, ServedModel, chat::OutputFormat};
 use tokio::{

@@ -87,7 +87,7 @@ where
     };
     let Incoming { id, mut admitted, ignored, .. } = incoming;
     let mut response = match reply {
-        Ok(Reply::Stream { format, first }) => events(format, admitted, first),
+        Ok(Reply::Stream(begun)) => events(*begun, admitted),
         Ok(Reply::Whole(response)) => {
             admitted.finish(response.status());
             response

@@ -1,12 +1,16 @@
 //! The OpenAPI document of this server, made from the types of requests and answers and from the limits of the checks.
 
-use super::{app::App, format::Envelope, generated};
+use super::app::App;
 use crate::models::Models;
 use axum::{Json, extract::State};
 use schemars::{JsonSchema, SchemaGenerator, generate::SchemaSettings, transform::RecursiveTransform};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-use tandem_api::{ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, OfModels, TokenizeRequest, efforts};
+use tandem_api::{
+    ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, OfModels, TokenizeRequest,
+    answer::{Envelope, GeneratedAnswer, GeneratedChunk},
+    efforts,
+};
 
 const DESCRIPTION: &str = "The APIs of OpenAI, Anthropic and vLLM, as far as Tandem serves them. Fields of requests that this document does not \
      have are ignored, and the response's header `x-tandem-ignored-parameters` names them. Parameters with the schema `Unsupported` are refused \
@@ -113,7 +117,7 @@ fn document(models: &Models, needs_key: bool) -> Value {
         Some(text_completion.0),
         responses("The answer.", text_completion.1),
     );
-    let generate = (schemas.request::<GenerateRequest>(), schemas.streamed::<generated::Answer<'_>, generated::Chunk<'_>>());
+    let generate = (schemas.request::<GenerateRequest>(), schemas.streamed::<GeneratedAnswer<'_>, GeneratedChunk<'_>>());
     add(
         "/inference/v1/generate",
         "post",

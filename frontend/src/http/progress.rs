@@ -5,12 +5,13 @@ use crate::{
     dispatch::Facts,
     metrics::{CLIENT_CLOSED, FrontendMetrics},
     recent::{Chunk, FailedAttempt, Finished, PromptDetails, Recent, Stages},
-    stream::{AnswerEvent, Delta},
-    usage::{CachedSource, PromptUsage, Usage, cached, usage},
+    stream::AnswerEvent,
+    usage::{CachedSource, PromptUsage, cached, usage},
 };
 use axum::http::StatusCode;
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::sync::Arc;
+use tandem_api::answer::{Delta, Usage};
 use tandem_kv::RequestId;
 use tandem_process::trace::Span;
 use tandem_proto::v1::{FailureReason, PrefillChunk, Scheduled};
@@ -19,7 +20,7 @@ use tokio::time::Instant;
 /// The progress of one request. Dropping this value records the usage in the audit log, and each prompt for the dashboard, if there are any.
 pub(super) struct Progress {
     since: Instant,
-    pub(super) samples: usize,
+    samples: usize,
     prompts: Vec<PromptProgress>,
     metrics: Arc<FrontendMetrics>,
     span: Span,
@@ -51,14 +52,6 @@ struct PromptProgress {
     /// The time at which each sample's latest token arrived; `None` before the sample's first token.
     last_token_at: Vec<Option<Instant>>,
     ended_at: Option<Instant>,
-}
-
-/// The answer's extension object `tandem`: one object if the request has one prompt, else a list with an object for each prompt.
-#[derive(Serialize)]
-#[serde(untagged)]
-pub(super) enum Details {
-    One(PromptDetails),
-    Many { prompts: Vec<PromptDetails> },
 }
 
 impl Progress {
@@ -162,12 +155,10 @@ impl Progress {
         self.span.set("tandem.cached_tokens_source", sources.collect::<Vec<_>>());
     }
 
-    pub(super) fn details(&self) -> Details {
-        let mut prompts: Vec<PromptDetails> = self.prompts.iter().map(|prompt| prompt.details(self.since)).collect();
-        match prompts.pop() {
-            Some(only) if prompts.is_empty() => Details::One(only),
-            last => Details::Many { prompts: prompts.into_iter().chain(last).collect() },
-        }
+    /// Returns the answer's extension object `tandem`: one object if the request has one prompt, else a list with an object for each prompt.
+    pub(super) fn details(&self) -> Value {
+        let prompts: Vec<PromptDetails> = self.prompts.iter().map(|prompt| prompt.details(self.since)).collect();
+        if let [only] = prompts.as_slice() { json!(only) } else { json!({ "prompts": prompts }) }
     }
 }
 

@@ -1,6 +1,6 @@
 //! `POST /tokenize` and `POST /detokenize`, with vLLM's fields.
 
-use super::{app::App, incoming::Incoming, lifecycle::handle, token::token_text};
+use super::{app::App, incoming::Incoming, lifecycle::handle};
 use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
     Json,
@@ -10,7 +10,9 @@ use axum::{
 use bytes::Bytes;
 use serde_json::json;
 use std::sync::Arc;
-use tandem_api::{ChatRequest, DetokenizeRequest, Problem, RequestError, TokenizeRequest, at_most, ids, prompt_bytes_max};
+use tandem_api::{
+    ChatRequest, DetokenizeRequest, Problem, RequestError, TokenizeRequest, answer::token_text, at_most, ids, prompt_bytes_max,
+};
 use tandem_kv::TokenId;
 use tandem_text::{EncodeError, ServedModel};
 

@@ -1,13 +1,10 @@
 //! One prompt's answer as a stream of [`AnswerEvent`]s.
 
-use super::{
-    event::AnswerEvent,
-    samples::{LogprobsWith, Samples},
-};
+use super::{event::AnswerEvent, samples::Samples};
 use crate::dispatch::{DispatchError, Dispatcher, Generation, LateReport, Prompt};
 use futures::{Stream, StreamExt, stream};
 use std::sync::Arc;
-use tandem_api::TextOptions;
+use tandem_api::{LogprobsWith, TextOptions};
 use tandem_text::{ServedModel, chat::OutputFormat};
 
 /// Places the prompt, waits for its first token, and yields the answer's events. Resumes the generation if its worker is lost. The

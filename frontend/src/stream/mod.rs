@@ -5,5 +5,4 @@ mod event;
 mod samples;
 
 pub(crate) use answer::answers;
-pub(crate) use event::{AnswerEvent, Delta, FinishReason, TokenLogprobs};
-pub(crate) use samples::LogprobsWith;
+pub(crate) use event::AnswerEvent;

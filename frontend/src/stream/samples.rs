@@ -1,8 +1,11 @@
 //! The state of a prompt's samples: the text, tokens and logprobs so far. Computes the events that follow from a worker's reply.
 
-use super::event::{AnswerEvent, Delta, FinishReason, TokenLogprobs};
+use super::event::AnswerEvent;
 use std::{collections::VecDeque, sync::Arc};
-use tandem_api::TextOptions;
+use tandem_api::{
+    LogprobsWith, TextOptions,
+    answer::{Delta, FinishReason, TokenLogprobs},
+};
 use tandem_kv::TokenId;
 use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Sampling, Token, Tokens, finished, generate_reply::Message};
 use tandem_text::{
@@ -15,15 +18,6 @@ pub(super) struct Samples {
     samples: Vec<Sample>,
     /// Events that the caller has not fetched yet.
     events: VecDeque<AnswerEvent>,
-}
-
-/// When the logprobs of a token are emitted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LogprobsWith {
-    /// With the token's text, so that a stop string and a stop token have none.
-    Text,
-    /// With the token's id, so that every generated token has them.
-    Tokens,
 }
 
 struct Sample {

@@ -2,16 +2,8 @@
 //! block, then `message_delta` with the stop reason and the usage, then `message_stop`.
 
 use super::{
-    super::{
-        answer::Run,
-        sse::{Format, write_named},
-    },
-    errors,
-};
-use crate::{
-    error::ApiError,
-    stream::{AnswerEvent, Delta, FinishReason},
-    usage::Usage,
+    AnswerContext, AnswerFormat, AnswerPart, Delta, Failure, FinishReason, Usage,
+    sse::{write_json, write_named},
 };
 use serde_json::{Value, json};
 use tandem_text::chat::Piece;
@@ -19,9 +11,8 @@ use tandem_text::chat::Piece;
 /// The event that Anthropic's API sends in pauses. Its clients skip it.
 const PING: &[u8] = b"event: ping\ndata: {\"type\": \"ping\"}\n\n";
 
-pub(in crate::http) struct Message {
-    run: Run,
-    streamed: bool,
+#[derive(Default)]
+pub(super) struct MessageFormat {
     /// The content of the answer. The last block may be open. The blocks of a streamed answer have no text.
     blocks: Vec<Block>,
     /// Whether the last block may still grow.
@@ -36,41 +27,37 @@ enum Block {
     ToolUse { id: String, name: String, input: String },
 }
 
-impl Message {
-    pub(in crate::http) fn new(run: Run, streamed: bool) -> Self {
-        Self { run, streamed, blocks: Vec::new(), open: false, stop_reason: None, stop_sequence: None }
-    }
-
-    fn message(&self, content: Vec<Value>) -> Value {
+impl MessageFormat {
+    fn message(&self, context: &AnswerContext, content: Vec<Value>) -> Value {
         json!({
-            "id": self.run.id,
+            "id": context.id,
             "type": "message",
             "role": "assistant",
-            "model": self.run.model.id,
+            "model": context.model.id,
             "content": content,
             "stop_reason": self.stop_reason,
             "stop_sequence": self.stop_sequence,
-            "usage": usage(&self.run.progress.usage()),
+            "usage": usage(&context.usage),
         })
     }
 
-    fn delta(&mut self, out: &mut Vec<u8>, delta: Delta) {
+    fn delta(&mut self, context: &AnswerContext, out: &mut Vec<u8>, delta: Delta) {
         for piece in delta.pieces {
             match piece {
                 Piece::Reasoning(text) => {
                     if !self.open || !matches!(self.blocks.last(), Some(Block::Thinking(_))) {
-                        self.begin(out, Block::Thinking(String::new()));
+                        self.begin(context, out, Block::Thinking(String::new()));
                     }
-                    self.grow(out, &text);
+                    self.grow(context, out, &text);
                 }
                 Piece::Content(text) => {
                     if !self.open || !matches!(self.blocks.last(), Some(Block::Text(_))) {
-                        self.begin(out, Block::Text(String::new()));
+                        self.begin(context, out, Block::Text(String::new()));
                     }
-                    self.grow(out, &text);
+                    self.grow(context, out, &text);
                 }
-                Piece::ToolCall { id, name, .. } => self.begin(out, Block::ToolUse { id, name, input: String::new() }),
-                Piece::Arguments { text, .. } => self.grow(out, &text),
+                Piece::ToolCall { id, name, .. } => self.begin(context, out, Block::ToolUse { id, name, input: String::new() }),
+                Piece::Arguments { text, .. } => self.grow(context, out, &text),
             }
         }
         if let Some(finish) = delta.finish {
@@ -85,19 +72,19 @@ impl Message {
     }
 
     /// Closes the open block, and begins another one.
-    fn begin(&mut self, out: &mut Vec<u8>, block: Block) {
-        self.close(out);
+    fn begin(&mut self, context: &AnswerContext, out: &mut Vec<u8>, block: Block) {
+        self.close(context, out);
         let start = json!({ "type": "content_block_start", "index": self.blocks.len(), "content_block": block.json() });
         self.blocks.push(block);
         self.open = true;
-        self.event(out, &start);
+        event(context, out, &start);
     }
 
     /// Appends a text to the open block.
-    fn grow(&mut self, out: &mut Vec<u8>, text: &str) {
+    fn grow(&mut self, context: &AnswerContext, out: &mut Vec<u8>, text: &str) {
         let index = self.blocks.len().saturating_sub(1);
         let Some(block) = self.blocks.last_mut() else { return };
-        if !self.streamed {
+        if context.stream.is_none() {
             block.text().push_str(text);
             return;
         }
@@ -106,64 +93,61 @@ impl Message {
             Block::Text(_) => json!({ "type": "text_delta", "text": text }),
             Block::ToolUse { .. } => json!({ "type": "input_json_delta", "partial_json": text }),
         };
-        self.event(out, &json!({ "type": "content_block_delta", "index": index, "delta": delta }));
+        event(context, out, &json!({ "type": "content_block_delta", "index": index, "delta": delta }));
     }
 
-    fn close(&mut self, out: &mut Vec<u8>) {
+    fn close(&mut self, context: &AnswerContext, out: &mut Vec<u8>) {
         if std::mem::take(&mut self.open) {
-            self.event(out, &json!({ "type": "content_block_stop", "index": self.blocks.len() - 1 }));
-        }
-    }
-
-    /// Writes an event, which has the name of its type.
-    fn event(&self, out: &mut Vec<u8>, data: &Value) {
-        if self.streamed {
-            write_named(out, data["type"].as_str().unwrap_or_default(), data);
-        }
-    }
-
-    fn add_details(&self, data: &mut Value) {
-        if self.run.details {
-            data["tandem"] = json!(self.run.progress.details());
+            event(context, out, &json!({ "type": "content_block_stop", "index": self.blocks.len() - 1 }));
         }
     }
 }
 
-impl Format for Message {
-    fn run(&mut self) -> &mut Run {
-        &mut self.run
-    }
-
-    fn write(&mut self, out: &mut Vec<u8>, _: usize, event: AnswerEvent) -> Result<(), ApiError> {
-        match event {
-            AnswerEvent::Started(_) => self.event(out, &json!({ "type": "message_start", "message": self.message(Vec::new()) })),
-            AnswerEvent::Delta(delta) => self.delta(out, delta),
-            _ => {}
+impl AnswerFormat for MessageFormat {
+    fn write(&mut self, context: &AnswerContext, out: &mut Vec<u8>, _: usize, part: AnswerPart) {
+        match part {
+            AnswerPart::Started { .. } => {
+                event(context, out, &json!({ "type": "message_start", "message": self.message(context, Vec::new()) }));
+            }
+            AnswerPart::Delta(delta) => self.delta(context, out, delta),
+            AnswerPart::PromptLogprobs { .. } => {}
         }
-        Ok(())
     }
 
-    fn write_end(&mut self, out: &mut Vec<u8>) {
-        self.close(out);
-        if self.streamed {
+    fn write_end(&mut self, context: &AnswerContext, out: &mut Vec<u8>) {
+        self.close(context, out);
+        if context.stream.is_some() {
             let stop = json!({ "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence });
-            let mut delta = json!({ "type": "message_delta", "delta": stop, "usage": usage(&self.run.progress.usage()) });
-            self.add_details(&mut delta);
-            self.event(out, &delta);
-            self.event(out, &json!({ "type": "message_stop" }));
+            let mut delta = json!({ "type": "message_delta", "delta": stop, "usage": usage(&context.usage) });
+            add_details(context, &mut delta);
+            event(context, out, &delta);
+            event(context, out, &json!({ "type": "message_stop" }));
             return;
         }
-        let mut message = self.message(self.blocks.iter().map(Block::json).collect());
-        self.add_details(&mut message);
-        serde_json::to_writer(out, &message).expect("the keys of an answer are strings");
+        let mut message = self.message(context, self.blocks.iter().map(Block::json).collect());
+        add_details(context, &mut message);
+        write_json(out, &message);
     }
 
-    fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError) {
-        write_named(out, "error", &errors::body(error, &self.run.request_id));
+    fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &Failure<'_>) {
+        write_named(out, "error", &failure.anthropic_body(&context.request_id));
     }
 
     fn keep_alive(&self) -> &'static [u8] {
         PING
+    }
+}
+
+/// Writes an event, which has the name of its type, if the answer is streamed.
+fn event(context: &AnswerContext, out: &mut Vec<u8>, data: &Value) {
+    if context.stream.is_some() {
+        write_named(out, data["type"].as_str().unwrap_or_default(), data);
+    }
+}
+
+fn add_details(context: &AnswerContext, data: &mut Value) {
+    if let Some(details) = &context.details {
+        data["tandem"] = details.clone();
     }
 }
 

@@ -1,7 +1,7 @@
 //! The input of a custom tool, read from the arguments that the model writes: `{"input": "TEXT"}`.
 
+use crate::agents::INPUT;
 use serde_json::Value;
-use tandem_api::agents::INPUT;
 
 /// The longest beginning, with white space, before which the text begins.
 const HEAD_MAX: usize = 256;

@@ -1,13 +1,19 @@
 //! The kinds of formats of answers.
 
-use super::format::ChoiceFormat;
-use crate::stream::LogprobsWith;
+use super::{
+    AnswerContext, AnswerFormat,
+    choices::{Chunks, WholeChoices},
+    generated::GeneratedFormat,
+    messages::MessageFormat,
+    responses::ResponseFormat,
+};
+use crate::{agents::Origin, options::LogprobsWith};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use tandem_api::agents::Origin;
 
-/// The format in which a job is answered.
-pub(super) enum Style {
+/// The format in which a request is answered.
+pub enum Style {
+    /// A list of choices.
     Choices(ChoiceFormat),
     /// Token ids. The id is the client's.
     Generated(Option<String>),
@@ -17,7 +23,27 @@ pub(super) enum Style {
     Message,
 }
 
+/// The format of an answer's choices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChoiceFormat {
+    /// Messages.
+    Chat,
+    /// Plain texts.
+    Completions,
+}
+
 impl Style {
+    /// Returns the format that writes the answer.
+    pub fn format(self, context: &AnswerContext) -> Box<dyn AnswerFormat> {
+        match (self, context.stream) {
+            (Self::Choices(choices), Some(usage)) => Box::new(Chunks { choices, usage }),
+            (Self::Choices(format), None) => Box::new(WholeChoices::new(format, context)),
+            (Self::Generated(_), _) => Box::new(GeneratedFormat::new(context)),
+            (Self::Response(request, origins), _) => Box::new(ResponseFormat::new(request, origins)),
+            (Self::Message, _) => Box::<MessageFormat>::default(),
+        }
+    }
+
     /// Returns the id of the answer to the request with this id.
     pub(super) fn answer_id(&self, request_id: &str) -> String {
         match self {
@@ -30,7 +56,7 @@ impl Style {
     }
 
     /// When an answer in this format has the logprobs of a token.
-    pub(super) fn logprobs(&self) -> LogprobsWith {
+    pub fn logprobs(&self) -> LogprobsWith {
         match self {
             Self::Choices(_) | Self::Response(..) | Self::Message => LogprobsWith::Text,
             Self::Generated(_) => LogprobsWith::Tokens,

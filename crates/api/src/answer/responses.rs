@@ -2,27 +2,17 @@
 //! object step by step.
 
 use super::{
-    super::{
-        answer::Run,
-        format::{ChatToken, Logprobs},
-        sse::{Format, write_named},
-    },
-    input::CustomInput,
+    AnswerContext, AnswerFormat, AnswerPart, Delta, Failure, FinishReason, TokenLogprobs, Usage,
+    custom_input::CustomInput,
+    envelope::{ChatToken, Logprobs},
+    sse::{write_json, write_named},
 };
-use crate::{
-    clock::unix_time,
-    error::ApiError,
-    stream::{AnswerEvent, Delta, FinishReason, TokenLogprobs},
-    usage::Usage,
-};
+use crate::agents::{INPUT, Origin};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
-use tandem_api::agents::{INPUT, Origin};
 use tandem_text::chat::Piece;
 
-pub(in crate::http) struct ResponseFormat {
-    run: Run,
-    streamed: bool,
+pub(super) struct ResponseFormat {
     /// The fields of the object that repeat the request.
     request: Map<String, Value>,
     /// The client's own tools, by the names that the model sees.
@@ -55,65 +45,65 @@ enum ItemContent {
 }
 
 impl ResponseFormat {
-    pub(in crate::http) fn new(run: Run, streamed: bool, request: Map<String, Value>, origins: BTreeMap<String, Origin>) -> Self {
-        Self { run, streamed, request, origins, items: Vec::new(), open: false, finish: None, sequence_number: 0 }
+    pub(super) fn new(request: Map<String, Value>, origins: BTreeMap<String, Origin>) -> Self {
+        Self { request, origins, items: Vec::new(), open: false, finish: None, sequence_number: 0 }
     }
 
     /// Returns the whole object.
-    fn object(&self, status: &str, error: Value) -> Value {
+    fn object(&self, context: &AnswerContext, status: &str, error: Value) -> Value {
         let ended = !matches!(status, "in_progress");
         let incomplete = (status == "incomplete").then(|| json!({ "reason": "max_output_tokens" }));
         let mut object = self.request.clone();
         let own = [
-            ("id", json!(self.run.id)),
+            ("id", json!(context.id)),
             ("object", json!("response")),
-            ("created_at", json!(self.run.created)),
-            ("completed_at", json!((status == "completed").then(|| unix_time().as_secs()))),
+            ("created_at", json!(context.created)),
+            ("completed_at", json!(context.completed.filter(|_| status == "completed"))),
             ("status", json!(status)),
             ("error", error),
             ("incomplete_details", json!(incomplete)),
-            ("model", json!(self.run.model.id)),
+            ("model", json!(context.model.id)),
             ("output", self.items.iter().map(Item::json).collect()),
-            ("usage", if ended { usage(&self.run.progress.usage()) } else { Value::Null }),
+            ("usage", if ended { usage(&context.usage) } else { Value::Null }),
         ];
         object.extend(own.map(|(name, value)| (name.to_owned(), value)));
-        if ended && self.run.details {
-            object.insert("tandem".to_owned(), json!(self.run.progress.details()));
+        if let Some(details) = &context.details {
+            object.insert("tandem".to_owned(), details.clone());
         }
         Value::Object(object)
     }
 
-    fn delta(&mut self, out: &mut Vec<u8>, delta: Delta) {
+    fn delta(&mut self, context: &AnswerContext, out: &mut Vec<u8>, delta: Delta) {
         let mut logprobs = Some(delta.logprobs);
         for piece in delta.pieces {
             match piece {
                 Piece::Reasoning(text) => {
-                    self.continue_with(out, ItemContent::Reasoning);
-                    self.grow(out, &text, Vec::new());
+                    self.continue_with(context, out, ItemContent::Reasoning);
+                    self.grow(context, out, &text, Vec::new());
                 }
                 Piece::Content(text) => {
-                    self.continue_with(out, ItemContent::Message);
-                    self.grow(out, &text, logprobs.take().unwrap_or_default());
+                    self.continue_with(context, out, ItemContent::Message);
+                    self.grow(context, out, &text, logprobs.take().unwrap_or_default());
                 }
                 Piece::ToolCall { id, name, .. } => {
                     let tool = self.origins.get(&name).cloned().unwrap_or_else(|| Origin { name, ..Origin::default() });
-                    self.begin(out, ItemContent::Call { id, tool });
+                    self.begin(context, out, ItemContent::Call { id, tool });
                 }
-                Piece::Arguments { text, .. } => self.grow(out, &text, Vec::new()),
+                Piece::Arguments { text, .. } => self.grow(context, out, &text, Vec::new()),
             }
         }
         self.finish = self.finish.or(delta.finish);
     }
 
     /// Begins an item with this content, unless the open item has such content.
-    fn continue_with(&mut self, out: &mut Vec<u8>, content: ItemContent) {
+    fn continue_with(&mut self, context: &AnswerContext, out: &mut Vec<u8>, content: ItemContent) {
         if !self.open || self.items.last().is_none_or(|item| item.content != content) {
-            self.begin(out, content);
+            self.begin(context, out, content);
         }
     }
 
-    fn begin(&mut self, out: &mut Vec<u8>, content: ItemContent) {
-        self.close(out, "completed");
+    fn begin(&mut self, context: &AnswerContext, out: &mut Vec<u8>, content: ItemContent) {
+        self.close(context, out, "completed");
         let prefix = match content {
             ItemContent::Reasoning => "rs",
             ItemContent::Message => "msg",
@@ -121,21 +111,21 @@ impl ResponseFormat {
             ItemContent::Call { .. } => "fc",
         };
         let index = self.items.len();
-        let id = format!("{prefix}_{}_{index}", self.run.request_id);
+        let id = format!("{prefix}_{}_{index}", context.request_id);
         let input = content.is_custom().then(CustomInput::default);
         let item = Item { id, content, text: String::new(), input, logprobs: Vec::new(), status: "in_progress" };
         let (added, part) = (item.json(), item.part());
         self.items.push(item);
         self.open = true;
-        self.event(out, "response.output_item.added", json!({ "output_index": index, "item": added }));
+        self.event(context, out, "response.output_item.added", json!({ "output_index": index, "item": added }));
         if let Some(part) = part {
-            self.item_event(out, "response.content_part.added", json!({ "content_index": 0, "part": part }));
+            self.item_event(context, out, "response.content_part.added", json!({ "content_index": 0, "part": part }));
         }
     }
 
     /// Appends a text to the open item.
-    fn grow(&mut self, out: &mut Vec<u8>, text: &str, logprobs: Vec<TokenLogprobs>) {
-        let logprobs = Logprobs { model: &self.run.model, tokens: &logprobs, as_ids: false }.tokens();
+    fn grow(&mut self, context: &AnswerContext, out: &mut Vec<u8>, text: &str, logprobs: Vec<TokenLogprobs>) {
+        let logprobs = Logprobs { model: &context.model, tokens: &logprobs, as_ids: false }.tokens();
         let Some(item) = self.items.last_mut() else { return };
         let text = match &mut item.input {
             Some(input) => input.push(text),
@@ -152,11 +142,11 @@ impl ResponseFormat {
         };
         item.logprobs.extend(logprobs);
         let kind = item.content.event();
-        self.item_event(out, &format!("{kind}.delta"), event);
+        self.item_event(context, out, &format!("{kind}.delta"), event);
     }
 
     /// Ends the open item.
-    fn close(&mut self, out: &mut Vec<u8>, status: &'static str) {
+    fn close(&mut self, context: &AnswerContext, out: &mut Vec<u8>, status: &'static str) {
         if !std::mem::take(&mut self.open) {
             return;
         }
@@ -165,7 +155,7 @@ impl ResponseFormat {
         if let Some(rest) = rest {
             item.text.push_str(&rest);
             let kind = item.content.event();
-            self.item_event(out, &format!("{kind}.delta"), json!({ "delta": rest }));
+            self.item_event(context, out, &format!("{kind}.delta"), json!({ "delta": rest }));
         }
         let Some(item) = self.items.last_mut() else { return };
         item.status = status;
@@ -176,22 +166,22 @@ impl ResponseFormat {
             ItemContent::Call { tool, .. } => json!({ "name": tool.name, "arguments": item.text }),
         };
         let (kind, part, item) = (item.content.event(), item.part(), item.json());
-        self.item_event(out, &format!("{kind}.done"), done);
+        self.item_event(context, out, &format!("{kind}.done"), done);
         if let Some(part) = part {
-            self.item_event(out, "response.content_part.done", json!({ "content_index": 0, "part": part }));
+            self.item_event(context, out, "response.content_part.done", json!({ "content_index": 0, "part": part }));
         }
-        self.event(out, "response.output_item.done", json!({ "output_index": self.items.len() - 1, "item": item }));
+        self.event(context, out, "response.output_item.done", json!({ "output_index": self.items.len() - 1, "item": item }));
     }
 
     /// Writes an event about the last item.
-    fn item_event(&mut self, out: &mut Vec<u8>, kind: &str, mut data: Value) {
+    fn item_event(&mut self, context: &AnswerContext, out: &mut Vec<u8>, kind: &str, mut data: Value) {
         data["item_id"] = json!(self.items.last().map(|item| &item.id));
         data["output_index"] = json!(self.items.len() - 1);
-        self.event(out, kind, data);
+        self.event(context, out, kind, data);
     }
 
-    fn event(&mut self, out: &mut Vec<u8>, kind: &str, mut data: Value) {
-        if !self.streamed {
+    fn event(&mut self, context: &AnswerContext, out: &mut Vec<u8>, kind: &str, mut data: Value) {
+        if context.stream.is_none() {
             return;
         }
         data["type"] = kind.into();
@@ -201,40 +191,35 @@ impl ResponseFormat {
     }
 }
 
-impl Format for ResponseFormat {
-    fn run(&mut self) -> &mut Run {
-        &mut self.run
-    }
-
-    fn write(&mut self, out: &mut Vec<u8>, _: usize, event: AnswerEvent) -> Result<(), ApiError> {
-        match event {
-            AnswerEvent::Started(_) if self.streamed => {
-                let object = self.object("in_progress", Value::Null);
-                self.event(out, "response.created", json!({ "response": object.clone() }));
-                self.event(out, "response.in_progress", json!({ "response": object }));
+impl AnswerFormat for ResponseFormat {
+    fn write(&mut self, context: &AnswerContext, out: &mut Vec<u8>, _: usize, part: AnswerPart) {
+        match part {
+            AnswerPart::Started { .. } if context.stream.is_some() => {
+                let object = self.object(context, "in_progress", Value::Null);
+                self.event(context, out, "response.created", json!({ "response": object.clone() }));
+                self.event(context, out, "response.in_progress", json!({ "response": object }));
             }
-            AnswerEvent::Delta(delta) => self.delta(out, delta),
-            _ => {}
+            AnswerPart::Delta(delta) => self.delta(context, out, delta),
+            AnswerPart::Started { .. } | AnswerPart::PromptLogprobs { .. } => {}
         }
-        Ok(())
     }
 
-    fn write_end(&mut self, out: &mut Vec<u8>) {
+    fn write_end(&mut self, context: &AnswerContext, out: &mut Vec<u8>) {
         let status = if self.finish == Some(FinishReason::Length) { "incomplete" } else { "completed" };
-        self.close(out, status);
-        let object = self.object(status, Value::Null);
-        if self.streamed {
-            self.event(out, &format!("response.{status}"), json!({ "response": object }));
+        self.close(context, out, status);
+        let object = self.object(context, status, Value::Null);
+        if context.stream.is_some() {
+            self.event(context, out, &format!("response.{status}"), json!({ "response": object }));
         } else {
-            serde_json::to_writer(out, &object).expect("the keys of an answer are strings");
+            write_json(out, &object);
         }
     }
 
-    fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError) {
+    fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &Failure<'_>) {
         // These are the codes of this API for errors of a server.
-        let code = if error.status().is_server_error() { "server_error" } else { "invalid_prompt" };
-        let object = self.object("failed", json!({ "code": code, "message": error.message() }));
-        self.event(out, "response.failed", json!({ "response": object }));
+        let code = if failure.status >= 500 { "server_error" } else { "invalid_prompt" };
+        let object = self.object(context, "failed", json!({ "code": code, "message": failure.message }));
+        self.event(context, out, "response.failed", json!({ "response": object }));
     }
 }
 

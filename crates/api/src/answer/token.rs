@@ -10,7 +10,7 @@ pub(super) fn finite(logprob: f32) -> f32 {
 }
 
 /// Returns a token's text. Invalid UTF-8 is written as in OpenAI's answers: `bytes:` and the bytes in hex, such as `bytes:\xe2\x80`.
-pub(super) fn token_text(model: &ServedModel, token: TokenId) -> String {
+pub fn token_text(model: &ServedModel, token: TokenId) -> String {
     let bytes = model.tokenizer.bytes(token);
     match std::str::from_utf8(bytes) {
         Ok(text) => text.to_owned(),

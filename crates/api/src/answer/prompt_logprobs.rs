@@ -1,8 +1,10 @@
 //! The logprobs of a prompt's tokens, in vLLM's format: a list with null for the first token, and an object for every other token. The object's
 //! fields are the token and its alternatives.
 
-use super::token::{finite, token_text};
-use crate::stream::TokenLogprobs;
+use super::{
+    TokenLogprobs,
+    token::{finite, token_text},
+};
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Serialize, Serializer};
 use std::{borrow::Cow, collections::BTreeMap};

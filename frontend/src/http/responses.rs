@@ -1,14 +1,10 @@
 //! OpenAI's Responses API: `POST /v1/responses` and `POST /v1/responses/input_tokens`. No answer is stored.
 
-pub(super) mod format;
-mod input;
-
 use super::{
     app::App,
     conversation,
     incoming::{Incoming, Job},
     lifecycle::handle,
-    style::Style,
 };
 use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
@@ -21,6 +17,7 @@ use serde_json::json;
 use std::sync::Arc;
 use tandem_api::{
     ResponsesRequest,
+    answer::Style,
     responses::{self, Responses},
 };
 

@@ -1,23 +1,21 @@
 //! The JSON of chats' and plain completions' answers, whole or in chunks.
 
 use super::{
-    chat_format::{ChatDelta, ChatMessage},
-    progress::Details,
+    FinishReason, TokenLogprobs, Usage,
+    chat::{ChatDelta, ChatMessage},
     prompt_logprobs::PromptLogprobs,
+    style::ChoiceFormat,
     token::{finite, token_text},
-};
-use crate::{
-    stream::{FinishReason, TokenLogprobs},
-    usage::Usage,
 };
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer};
+use serde_json::Value;
 use tandem_kv::TokenId;
 use tandem_text::ServedModel;
 
 /// A whole answer, or a chunk of a streamed answer.
 #[derive(JsonSchema, Serialize)]
-pub(super) struct Envelope<'a> {
+pub struct Envelope<'a> {
     pub(super) id: &'a str,
     pub(super) object: &'static str,
     pub(super) created: u64,
@@ -27,8 +25,8 @@ pub(super) struct Envelope<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) usage: Option<Option<Usage>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Option<serde_json::Map<String, serde_json::Value>>")]
-    pub(super) tandem: Option<Details>,
+    #[schemars(with = "Option<serde_json::Map<String, Value>>")]
+    pub(super) tandem: Option<&'a Value>,
     /// A chat's answer has the tokens of its prompt here.
     #[serde(flatten)]
     pub(super) tokens: TokenFields<'a>,
@@ -110,13 +108,6 @@ impl Serialize for Alternatives {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, logprob)))
     }
-}
-
-/// The format of an answer's choices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ChoiceFormat {
-    Chat,
-    Completions,
 }
 
 impl ChoiceFormat {
