@@ -136,6 +136,7 @@ part "dependencies" dependencies
 part "format" cargo fmt --all --check
 # All steps use one profile, so that build scripts, macros and dependencies are built once.
 part "clippy" cargo clippy --workspace --all-targets --release --locked -- -D warnings
+part "clippy without the features of the binary" cargo clippy -p tandem --no-default-features --release --locked -- -D warnings
 RUSTDOCFLAGS="-D warnings" part "docs" cargo doc --workspace --no-deps --release --locked
 part "build of the product and the tests" cargo test --workspace --release --locked --no-run
 part "model" model

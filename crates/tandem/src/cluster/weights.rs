@@ -56,6 +56,7 @@ enum ModelDevice {
 
 /// How the engine of one worker shares a GPU with the other engines of the process.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "engines share GPUs only"))]
 pub(super) struct DeviceShare {
     /// The number of engines, which share the memory.
     pub(super) engines: u32,
@@ -166,6 +167,7 @@ impl Loaded {
         Ok(handle.with_vocabulary(Arc::clone(self.vocabulary.get_or_init(vocabulary))))
     }
 
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "engines share GPUs only"))]
     fn engine(&self, config: &EngineConfig, share: DeviceShare) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
             #[cfg(feature = "cuda")]
