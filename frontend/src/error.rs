@@ -99,14 +99,6 @@ impl ApiError {
         RequestError::invalid(param, problem).into()
     }
 
-    /// Returns the same error with another name of the field at fault, as [`RequestError::renamed`].
-    pub(crate) fn renamed(self, rename: impl FnOnce(&str) -> String) -> Self {
-        match self {
-            Self::Request(error) => error.renamed(rename).into(),
-            other => other,
-        }
-    }
-
     /// Maps the error to the HTTP status and the fields of OpenAI's error body.
     fn parts(&self) -> Parts<'_> {
         const INVALID: &str = "invalid_request_error";

@@ -4,11 +4,11 @@ use super::{
     anthropic_fields::{Block, Blocks, Choice, OutputConfig, Thinking, Turn},
     chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Stop},
+    names::ParamNames,
     parameters::{ChatRequest, MessagesRequest},
     tools::{Definition, RawChoice, RawTools, TOOLS_MAX},
 };
 use crate::error::{Problem, RequestError, at_most};
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tandem_text::{
     ServedModel,
@@ -21,18 +21,7 @@ const BILLING: &str = "x-anthropic-billing-header:";
 /// The variables with which chat templates switch thinking on and off.
 const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
 
-/// Returns the name that a field of a chat has in this API.
-pub fn name(chat: &str) -> String {
-    match chat {
-        "stop" => "stop_sequences".to_owned(),
-        "continue_final_message" => "messages".to_owned(),
-        "reasoning_effort" => "output_config.effort".to_owned(),
-        _ if chat.starts_with("tool") => chat.replace(".function.parameters", ".input_schema").replace(".function", ""),
-        _ => {
-            chat.replace("response_format.json_schema", "output_config.format").replace("response_format", "output_config.format")
-        }
-    }
-}
+const NAMES: &ParamNames = &ParamNames::MESSAGES;
 
 impl MessagesRequest {
     /// Checks the request for an answer.
@@ -64,21 +53,17 @@ impl MessagesRequest {
         at_most("tools", tools.len(), TOOLS_MAX, "tools")?;
         let (tools, mut left_out) = chat_tools(tools);
         let tools = RawTools { tools, choice, parallel };
-        let effort = effort_with_effect(effort, model, "output_config.effort", &mut left_out);
-        let stop = self.stop_sequences.take();
-        let check = || {
-            let mut chat = ChatRequest::from(self.take_common()?);
-            chat.response_format = format.map(chat_format);
-            if let Some(Bounded(stop)) = stop {
-                chat.stop = Some(Stop(stop));
-            }
-            chat.max_tokens = self.max_tokens;
-            chat.continue_final_message = continued.then_some(true);
-            chat.chat_template_kwargs = Some(kwargs);
-            (chat.include_reasoning, chat.reasoning_effort) = (Some(include_reasoning), effort);
-            chat.check_with(messages, tools, model)
-        };
-        let chat = check().map_err(|error| error.renamed(name))?;
+        let effort = effort_with_effect(effort, model, NAMES, &mut left_out);
+        let mut chat = ChatRequest::from(self.take_common()?);
+        chat.response_format = format;
+        if let Some(Bounded(stop)) = self.stop_sequences {
+            chat.stop = Some(Stop(stop));
+        }
+        chat.max_tokens = self.max_tokens;
+        chat.continue_final_message = continued.then_some(true);
+        chat.chat_template_kwargs = Some(kwargs);
+        (chat.include_reasoning, chat.reasoning_effort) = (Some(include_reasoning), effort);
+        let chat = chat.check_with(messages, tools, NAMES, model)?;
         chat.options.check_one_text()?;
         Ok(Chat { left_out, ..chat })
     }
@@ -106,10 +91,9 @@ impl Choice {
     /// Returns the choice as a chat has it, and whether several calls are allowed.
     fn check(self) -> Result<(Option<RawChoice>, Option<bool>), RequestError> {
         let choice = match self.kind.as_deref() {
-            Some("auto") => json!("auto"),
-            Some("any") => json!("required"),
-            Some("none") => json!("none"),
-            Some("tool") => json!({ "type": "function", "function": { "name": self.name } }),
+            Some(mode @ ("auto" | "none")) => RawChoice::Mode(mode.to_owned()),
+            Some("any") => RawChoice::Mode("required".to_owned()),
+            Some("tool") => RawChoice::function(self.name),
             None => return Err(RequestError::invalid("tool_choice.type", Problem::Missing)),
             Some(_) => {
                 return Err(RequestError::invalid(
@@ -118,8 +102,6 @@ impl Choice {
                 ));
             }
         };
-        let typed = |source| RequestError::Type { param: "tool_choice".to_owned(), source };
-        let choice = Deserialize::deserialize(choice).map_err(typed)?;
         Ok((Some(choice), self.disable_parallel_tool_use.map(|disabled| !disabled)))
     }
 }
@@ -146,14 +128,6 @@ fn chat_tool(tool: Value) -> Value {
         function.extend(tool.remove(name).map(|value| (chat.to_owned(), value)));
     }
     json!({ "type": "function", "function": function })
-}
-
-/// Returns a format of the text as it is in a chat, where a schema has a name.
-fn chat_format(format: Value) -> Value {
-    if format["type"] != "json_schema" {
-        return format;
-    }
-    json!({ "type": "json_schema", "json_schema": { "name": "output", "schema": format["schema"] } })
 }
 
 /// Converts the system prompt and the messages.

@@ -5,6 +5,7 @@ use super::{
     fields::{Bounded, Whole},
     limits::{RESERVED, VARIABLES_MAX},
     messages,
+    names::ParamNames,
     options::{self, Options},
     parameters::{ChatRequest, DOCUMENTS_MAX},
     tools::{RawTools, definitions},
@@ -36,6 +37,8 @@ pub struct Chat {
     pub include_reasoning: bool,
     /// The names of what the request has and the answer does not take into account.
     pub left_out: Vec<String>,
+    /// The names of the request's fields, for errors.
+    pub names: &'static ParamNames,
 }
 
 /// A conversation's tokens, and how the answer to it is split.
@@ -58,7 +61,7 @@ impl ChatRequest {
             choice: self.tool_choice.take(),
             parallel: self.parallel_tool_calls,
         };
-        self.check_with(messages, tools, model)
+        self.check_with(messages, tools, &ParamNames::CHAT, model)
     }
 
     /// Checks a request that has these messages and tools in place of its own.
@@ -69,28 +72,29 @@ impl ChatRequest {
         mut self,
         messages: Vec<Message>,
         tools: RawTools,
+        names: &'static ParamNames,
         model: &ServedModel,
     ) -> Result<Chat, RequestError> {
-        let tools = tools.check()?;
-        let template = self.template_options(model)?;
-        let mut options = self.take_common()?.check(model)?;
+        let tools = tools.check(names)?;
+        let template = self.template_options(names, model)?;
+        let mut options = self.take_common()?.check(names, model)?;
         calls::constrain(&mut options, &tools, model.tool_call_parser)?;
         options.sampling.logprobs = top_logprobs(self.logprobs.unwrap_or(false), self.top_logprobs)?;
         options::check_logprob_tokens(&options)?;
         // Both are checked, although only the newer one counts.
-        let older = self.max_tokens.map(|Whole(found)| options::token_count("max_tokens", found, 1)).transpose()?;
-        let newer =
-            self.max_completion_tokens.map(|Whole(found)| options::token_count("max_completion_tokens", found, 1)).transpose()?;
-        let limit_param = if newer.is_some() { "max_completion_tokens" } else { "max_tokens" };
+        let older = self.max_tokens.map(|Whole(found)| options::token_count(names.max_tokens, found, 1)).transpose()?;
+        let newer = self.max_completion_tokens;
+        let newer = newer.map(|Whole(found)| options::token_count(names.max_completion_tokens, found, 1)).transpose()?;
+        let limit_param = if newer.is_some() { names.max_completion_tokens } else { names.max_tokens };
         let max_tokens = newer.or(older);
         options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
         let include_reasoning = self.include_reasoning.unwrap_or(true);
         let conversation = Conversation { messages, tools, template };
-        Ok(Chat { options, max_tokens, limit_param, conversation, include_reasoning, left_out: Vec::new() })
+        Ok(Chat { options, max_tokens, limit_param, conversation, include_reasoning, left_out: Vec::new(), names })
     }
 
-    fn template_options(&mut self, model: &ServedModel) -> Result<TemplateOptions, RequestError> {
+    fn template_options(&mut self, names: &ParamNames, model: &ServedModel) -> Result<TemplateOptions, RequestError> {
         let Bounded(documents) = self.documents.take().unwrap_or_default();
         at_most("documents", documents.len(), DOCUMENTS_MAX, "documents")?;
         let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
@@ -103,12 +107,12 @@ impl ChatRequest {
             variables.entry("enable_thinking").or_insert(enable_thinking.into());
         }
         if let Some(effort) = self.reasoning_effort.take() {
-            set_reasoning_effort(&mut variables, &effort, model.template.as_deref())?;
+            set_reasoning_effort(&mut variables, &effort, names.reasoning_effort, model.template.as_deref())?;
         }
         let continue_final_message = self.continue_final_message.unwrap_or(false);
         if continue_final_message && self.add_generation_prompt == Some(true) {
             let rule = "is not possible with 'add_generation_prompt': the answer either continues a message or begins one";
-            return Err(RequestError::invalid("continue_final_message", Problem::Rule { rule }));
+            return Err(RequestError::invalid(names.continue_final_message, Problem::Rule { rule }));
         }
         let add_generation_prompt = self.add_generation_prompt.unwrap_or(!continue_final_message);
         Ok(TemplateOptions { documents, variables, add_generation_prompt, continue_final_message })
@@ -124,17 +128,17 @@ pub fn efforts(template: Option<&ChatTemplate>) -> &'static [&'static str] {
     if knows("reasoning_effort") || SWITCHES.into_iter().any(knows) { &EFFORTS } else { &EFFORTS[..2] }
 }
 
-/// Returns the effort, unless the model's chat template has none: agents have one setting for all models. `name` is recorded then.
+/// Returns the effort, unless the model's chat template has none: agents have one setting for all models. Its name is recorded then.
 pub(crate) fn effort_with_effect(
     effort: Option<String>,
     model: &ServedModel,
-    name: &str,
+    names: &ParamNames,
     left_out: &mut Vec<String>,
 ) -> Option<String> {
     let has_none = |effort: &str| EFFORTS.contains(&effort) && !efforts(model.template.as_deref()).contains(&effort);
     let (useless, effort) = (effort.as_deref().is_some_and(has_none), effort);
     if useless {
-        left_out.push(name.to_owned());
+        left_out.push(names.reasoning_effort.to_owned());
     }
     effort.filter(|_| !useless)
 }
@@ -144,6 +148,7 @@ pub(crate) fn effort_with_effect(
 fn set_reasoning_effort(
     variables: &mut Map<String, Value>,
     effort: &str,
+    param: &str,
     template: Option<&ChatTemplate>,
 ) -> Result<(), RequestError> {
     let knows = |name: &str| template.is_some_and(|template| template.reads(name));
@@ -151,12 +156,12 @@ fn set_reasoning_effort(
         "none" | "medium" | "minimal" | "low" | "high" | "xhigh" | "max" => {
             if !efforts(template).contains(&effort) {
                 let rule = "is not supported by the model, whose chat template has no effort of reasoning; leave it out";
-                return Err(RequestError::invalid("reasoning_effort", Problem::Rule { rule }));
+                return Err(RequestError::invalid(param, Problem::Rule { rule }));
             }
         }
         _ => {
             let allowed = "'none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'";
-            return Err(RequestError::invalid("reasoning_effort", Problem::Choice { allowed }));
+            return Err(RequestError::invalid(param, Problem::Choice { allowed }));
         }
     }
     variables.entry("reasoning_effort").or_insert(effort.into());
@@ -188,7 +193,8 @@ impl Chat {
     /// # Errors
     /// The model has no chat template, the template refuses the conversation, or its text is too long.
     pub fn encode(&self, model: &ServedModel, encodings: &NamespaceEncodings) -> Result<Encoded, RequestError> {
-        let template = model.template.as_deref().ok_or(RequestError::NoChatTemplate)?;
+        let param = self.names.prompt;
+        let template = model.template.as_deref().ok_or(RequestError::NoChatTemplate { param })?;
         let mut conversation = self.conversation.clone();
         let mut suspicious = Vec::new();
         conversation.for_each_text(&mut |text| {
@@ -198,7 +204,7 @@ impl Chat {
         });
         let Some(guard) = Tokenizer::guard(suspicious.iter().map(String::as_str)) else {
             let rule = "must not hold all of the code points U+FDD0 to U+FDEF, which no text uses";
-            return Err(RequestError::invalid("messages", Problem::Rule { rule }));
+            return Err(RequestError::invalid(param, Problem::Rule { rule }));
         };
         conversation.for_each_text(&mut |text| {
             if let Cow::Owned(marked) = model.tokenizer.mark(text, guard) {
@@ -211,18 +217,19 @@ impl Chat {
         }
         let variables = conversation.variables(template.abilities());
         let mut text = template.render(variables, model.rendered_bytes_max()).map_err(|error| match error {
-            RenderError::Refused(source) => RequestError::Template(source),
-            RenderError::Exhausted => RequestError::TemplateExhausted,
+            RenderError::Refused(source) => RequestError::Template { param, source },
+            RenderError::Exhausted => RequestError::TemplateExhausted { param },
             RenderError::Failed(StackError::Thread(_)) => RequestError::Busy,
             RenderError::Failed(StackError::Panic) => RequestError::Failed,
             RenderError::TooLong => {
                 let tokens_min = model.usable_context() as usize + 1;
-                RequestError::PromptLength { context_length: model.usable_context(), tokens_min, param: "messages" }
+                let (context_length, prompt) = (model.usable_context(), self.names.prompt_in_text);
+                RequestError::PromptLength { context_length, tokens_min, prompt, param }
             }
         })?;
         if conversation.template.continue_final_message && !cut_at_end(&mut text, &end) {
             let rule = "is not possible: the chat template does not render the last message as it is";
-            return Err(RequestError::invalid("continue_final_message", Problem::Rule { rule }));
+            return Err(RequestError::invalid(self.names.continue_final_message, Problem::Rule { rule }));
         }
         let format = self.output_format(model, &text);
         let tokens =

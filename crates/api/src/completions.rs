@@ -4,6 +4,7 @@ pub use super::fields::Input;
 
 use super::{
     fields::{PROMPTS_MAX, Prompts, Whole},
+    names::ParamNames,
     options::{self, Options},
     parameters::CompletionRequest,
 };
@@ -54,7 +55,7 @@ impl CompletionRequest {
         if prompts.iter().any(|input| matches!(input, Input::Tokens(tokens) if tokens.iter().any(is_unknown))) {
             return Err(RequestError::invalid("prompt", Problem::Vocabulary { vocab_size }));
         }
-        let mut options = self.take_common()?.check(model)?;
+        let mut options = self.take_common()?.check(&ParamNames::COMPLETION, model)?;
         if self.best_of.is_some_and(|Whole(best_of)| best_of != i64::from(options.samples)) {
             return Err(RequestError::invalid("best_of", Problem::Rule { rule: "is not supported unless it equals 'n'" }));
         }

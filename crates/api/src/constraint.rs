@@ -1,25 +1,13 @@
 //! The parameters that constrain the text of an answer: those of OpenAI, vLLM and SGLang.
 
-use crate::error::{Problem, RequestError};
+use crate::{
+    error::{Problem, RequestError},
+    names::{ParamNames, SchemaForm},
+    parameters::Common,
+};
 use serde_json::{Map, Value, json};
 use tandem_grammar::{CONSTRAINT_BYTES_MAX, Constraint, Kind};
 use tandem_proto::v1::{self, constraint::Choices};
-
-/// The values of the parameters, as parsed.
-#[derive(Default)]
-pub(crate) struct Given {
-    pub(crate) response_format: Option<Value>,
-    pub(crate) structured_outputs: Option<Value>,
-    pub(crate) guided_json: Option<Value>,
-    pub(crate) guided_regex: Option<Value>,
-    pub(crate) guided_choice: Option<Value>,
-    pub(crate) guided_grammar: Option<Value>,
-    pub(crate) structural_tag: Option<Value>,
-    pub(crate) json_schema: Option<Value>,
-    pub(crate) regex: Option<Value>,
-    pub(crate) ebnf: Option<Value>,
-    pub(crate) grammar: Option<Value>,
-}
 
 /// Returns the JSON schema of a text.
 pub(crate) fn text_form() -> Value {
@@ -111,24 +99,24 @@ impl Stated {
     }
 }
 
-impl Given {
+impl Common {
     /// Returns the constraint that the parameters state; `None` if they state none.
     ///
     /// # Errors
     /// Two parameters state a constraint, or a value is not valid.
-    pub(crate) fn check(self) -> Result<Option<Stated>, RequestError> {
+    pub(crate) fn constraint(&mut self, names: &ParamNames) -> Result<Option<Stated>, RequestError> {
         let stated = [
-            self.response_format.map(|value| response_format(&value)),
-            self.structured_outputs.map(|value| structured_outputs(&value)),
-            self.guided_json.map(|value| schema("guided_json", &value, false)),
-            self.guided_regex.map(|value| text("guided_regex", &value, Kind::Regex)),
-            self.guided_choice.map(|value| choice("guided_choice", &value)),
-            self.guided_grammar.map(|value| text("guided_grammar", &value, Kind::Grammar)),
-            self.structural_tag.map(|value| structural_tag("structural_tag", &value)),
-            self.json_schema.map(|value| schema("json_schema", &value, false)),
-            self.regex.map(|value| text("regex", &value, Kind::Regex)),
-            self.ebnf.map(|value| text("ebnf", &value, Kind::Grammar)),
-            self.grammar.map(|value| text("grammar", &value, Kind::Grammar)),
+            self.response_format.take().map(|value| response_format(&value, names)),
+            self.structured_outputs.take().map(|value| structured_outputs(&value)),
+            self.guided_json.take().map(|value| schema("guided_json", &value, strict)),
+            self.guided_regex.take().map(|value| text("guided_regex", &value, Kind::Regex)),
+            self.guided_choice.take().map(|value| choice("guided_choice", &value)),
+            self.guided_grammar.take().map(|value| text("guided_grammar", &value, Kind::Grammar)),
+            self.structural_tag.take().map(|value| structural_tag("structural_tag", &value)),
+            self.json_schema.take().map(|value| schema("json_schema", &value, strict)),
+            self.regex.take().map(|value| text("regex", &value, Kind::Regex)),
+            self.ebnf.take().map(|value| text("ebnf", &value, Kind::Grammar)),
+            self.grammar.take().map(|value| text("grammar", &value, Kind::Grammar)),
         ];
         let mut one: Option<Stated> = None;
         for stated in stated.into_iter().flatten() {
@@ -156,38 +144,44 @@ fn expected(param: impl Into<String>, rule: &'static str) -> RequestError {
     RequestError::invalid(param, Problem::Rule { rule })
 }
 
-fn response_format(value: &Value) -> Checked {
-    const PARAM: &str = "response_format";
+fn response_format(value: &Value, names: &ParamNames) -> Checked {
+    let param = names.response_format;
     if *value == Value::String("text".to_owned()) {
         return Ok(None);
     }
-    let Some(object) = value.as_object() else { return Err(expected(PARAM, "must be an object")) };
+    let Some(object) = value.as_object() else { return Err(expected(param, "must be an object")) };
     match object.get("type").and_then(Value::as_str) {
         Some("text") => Ok(None),
         // Some servers take a schema here as well.
         Some("json_object") => match object.get("schema") {
-            None | Some(Value::Null) => stated(PARAM, Kind::JsonObject),
-            Some(given) => schema(&format!("{PARAM}.schema"), given, false),
+            None | Some(Value::Null) => stated(param, Kind::JsonObject),
+            Some(given) => schema(&format!("{param}.schema"), given, strict),
         },
         Some("json_schema") => {
-            let param = format!("{PARAM}.json_schema");
-            let named = object.get("json_schema").and_then(Value::as_object);
-            let named = named.ok_or_else(|| expected(&*param, "must be an object with 'name' and 'schema'"))?;
-            if named.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
+            let (param, form) = (names.json_schema, names.schema_form);
+            let nested = object.get("json_schema").filter(|nested| !nested.is_null());
+            let named = match form {
+                SchemaForm::Nested => nested.and_then(Value::as_object),
+                SchemaForm::Flat => nested.map_or(Some(object), Value::as_object),
+                SchemaForm::Unnamed => Some(object),
+            };
+            let named = named.ok_or_else(|| expected(param, "must be an object with 'name' and 'schema'"))?;
+            let is_named = form != SchemaForm::Unnamed;
+            if is_named && named.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
                 return Err(RequestError::invalid(format!("{param}.name"), Problem::Missing));
             }
-            let lenient = match named.get("strict") {
-                None | Some(Value::Null | Value::Bool(true)) => false,
-                Some(Value::Bool(false)) => true,
+            let kind = match named.get("strict").filter(|_| is_named) {
+                None | Some(Value::Null | Value::Bool(true)) => strict,
+                Some(Value::Bool(false)) => lenient,
                 Some(_) => return Err(expected(format!("{param}.strict"), "must be true or false")),
             };
             let param = format!("{param}.schema");
             let given = named.get("schema").filter(|schema| !schema.is_null());
-            schema(&param, given.ok_or_else(|| RequestError::invalid(&*param, Problem::Missing))?, lenient)
+            schema(&param, given.ok_or_else(|| RequestError::invalid(&*param, Problem::Missing))?, kind)
         }
-        Some("structural_tag") => structural_tag(PARAM, value),
+        Some("structural_tag") => structural_tag(param, value),
         _ => Err(RequestError::invalid(
-            format!("{PARAM}.type"),
+            format!("{param}.type"),
             Problem::Choice { allowed: "'text', 'json_object', 'json_schema', 'structural_tag'" },
         )),
     }
@@ -202,7 +196,7 @@ fn structured_outputs(value: &Value) -> Checked {
     for (key, value) in object.iter().filter(|(_, value)| !value.is_null()) {
         let param = format!("{PARAM}.{key}");
         let stated = match key.as_str() {
-            "json" => schema(&param, value, false)?,
+            "json" => schema(&param, value, strict)?,
             "regex" => text(&param, value, Kind::Regex)?,
             "choice" => choice(&param, value)?,
             "grammar" => text(&param, value, Kind::Grammar)?,
@@ -224,14 +218,22 @@ fn structured_outputs(value: &Value) -> Checked {
 }
 
 /// Reads a schema, which may also be written as a text.
-fn schema(param: &str, value: &Value, lenient: bool) -> Checked {
+fn schema(param: &str, value: &Value, kind: fn(String) -> Kind) -> Checked {
     let schema = match value {
         Value::String(text) => text.clone(),
         Value::Object(_) => value.to_string(),
         _ => return Err(expected(param, "must be a JSON schema: an object, or an object as a text")),
     };
     bounded(param, schema.len())?;
-    stated(param, Kind::JsonSchema { schema, lenient })
+    stated(param, kind(schema))
+}
+
+fn strict(schema: String) -> Kind {
+    Kind::JsonSchema { schema, lenient: false }
+}
+
+fn lenient(schema: String) -> Kind {
+    Kind::JsonSchema { schema, lenient: true }
 }
 
 fn text(param: &str, value: &Value, kind: fn(String) -> Kind) -> Checked {
@@ -283,10 +285,13 @@ fn bounded(param: &str, bytes: usize) -> Result<(), RequestError> {
 mod tests {
     use super::*;
 
-    fn checked(set: impl FnOnce(&mut Given)) -> Result<Option<Constraint>, String> {
-        let mut given = Given::default();
+    fn checked(set: impl FnOnce(&mut Common)) -> Result<Option<Constraint>, String> {
+        let mut given = Common::default();
         set(&mut given);
-        given.check().map(|stated| stated.map(|stated| stated.constraint)).map_err(|error| error.to_string())
+        given
+            .constraint(&ParamNames::CHAT)
+            .map(|stated| stated.map(|stated| stated.constraint))
+            .map_err(|error| error.to_string())
     }
 
     fn format(value: Value) -> Result<Option<Kind>, String> {
@@ -310,7 +315,7 @@ mod tests {
         let regex = || Kind::Regex("a+".to_owned());
         let choice = || Kind::Choice(vec!["a".to_owned(), "b".to_owned()]);
         let grammar = || Kind::Grammar("root ::= \"a\"".to_owned());
-        type Set = fn(&mut Given, Value);
+        type Set = fn(&mut Common, Value);
         let sets: [(Set, Value, Kind); 16] = [
             (|given, value| given.structured_outputs = Some(value), json!({ "json": object(), "regex": null }), schema(false)),
             (|given, value| given.structured_outputs = Some(value), json!({ "json": object().to_string() }), schema(false)),

@@ -1,6 +1,10 @@
 //! Limits on bodies and prompts, computed from the length of the model's context.
 
-use crate::error::{RequestError, at_most};
+use crate::{
+    error::{RequestError, at_most},
+    names::ParamNames,
+    options::Truncation,
+};
 use tandem_text::ServedModel;
 
 /// The maximum number of text bytes per token of the context. Prose has 4 to 6 bytes per token, source code up to 12, runs of spaces more.
@@ -30,25 +34,26 @@ pub fn elements_max(context_length: u32) -> usize {
 }
 
 /// Checks by the texts' lengths alone whether they can fit into the context. Encoding the longest accepted body would take minutes. A text that is
-/// `truncated` after it is encoded need not fit.
+/// shortened after it is encoded need not fit.
 ///
 /// # Errors
 /// A single text is too long, or all texts together are.
 pub fn check_texts(
     model: &ServedModel,
     texts_bytes: impl Iterator<Item = usize>,
-    truncated: bool,
-    param: &'static str,
+    truncation: Option<Truncation>,
+    names: &ParamNames,
 ) -> Result<(), RequestError> {
     let (context_length, mut all) = (model.usable_context(), 0_usize);
     for bytes in texts_bytes {
         let tokens_min = model.tokenizer.tokens_min(bytes);
-        if tokens_min > context_length as usize && !truncated {
-            return Err(RequestError::PromptLength { context_length, tokens_min, param });
+        if tokens_min > context_length as usize && truncation.is_none() {
+            let (prompt, param) = (names.prompt_in_text, names.prompt);
+            return Err(RequestError::PromptLength { context_length, tokens_min, prompt, param });
         }
         all = all.saturating_add(bytes);
     }
-    at_most(param, all, prompt_bytes_max(context_length), "bytes of text")
+    at_most(names.prompt, all, prompt_bytes_max(context_length), "bytes of text")
 }
 
 /// Checks that the prompt and `new_tokens` further tokens fit into the model's context.
@@ -59,7 +64,7 @@ pub fn check_context(
     model: &ServedModel,
     prompt_tokens: usize,
     new_tokens: u32,
-    param: &'static str,
+    names: &ParamNames,
     limit_param: &'static str,
 ) -> Result<(), RequestError> {
     let context_length = model.usable_context();
@@ -68,8 +73,8 @@ pub fn check_context(
         return Ok(());
     }
     // The error names the prompt's parameter if the prompt alone fills the context, else the parameter that limits new tokens.
-    let param_at_fault = if prompt_tokens >= context_length { param } else { limit_param };
-    Err(RequestError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: param_at_fault })
+    let param = if prompt_tokens >= context_length { names.prompt } else { limit_param };
+    Err(RequestError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: names.prompt_in_text, param })
 }
 
 #[cfg(test)]

@@ -22,13 +22,13 @@ pub enum RequestError {
     #[error("'{param}' {problem}.")]
     Invalid { param: String, problem: Problem },
     #[error("The model has no chat template; use /v1/completions.")]
-    NoChatTemplate,
-    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("the template failed"))]
-    Template(#[source] minijinja::Error),
+    NoChatTemplate { param: &'static str },
+    #[error("The model's chat template refuses these messages: {}.", .source.detail().unwrap_or("the template failed"))]
+    Template { param: &'static str, source: minijinja::Error },
     #[error(
         "The model's chat template takes too many steps, too much memory or too much time for these messages; send fewer or shorter messages."
     )]
-    TemplateExhausted,
+    TemplateExhausted { param: &'static str },
     /// The message is the same as OpenAI's, because some clients search for it.
     #[error(
         "This model's maximum context length is {context_length} tokens. However, you requested {} tokens ({prompt_tokens} in the \
@@ -39,22 +39,15 @@ pub enum RequestError {
         context_length: u32,
         prompt_tokens: u32,
         new_tokens: u32,
-        /// The field that holds the prompt: `messages` or `prompt`.
+        /// The name of the prompt in the text.
         prompt: &'static str,
         param: &'static str,
     },
     #[error(
-        "This model's maximum context length is {context_length} tokens. However, your {param} resulted in at least {tokens_min} \
-         tokens. Please reduce the length of the {param}."
+        "This model's maximum context length is {context_length} tokens. However, your {prompt} resulted in at least {tokens_min} \
+         tokens. Please reduce the length of the {prompt}."
     )]
-    PromptLength { context_length: u32, tokens_min: usize, param: &'static str },
-    /// Another error, with the name that the field at fault has in the request.
-    #[error("{error}")]
-    Renamed {
-        param: String,
-        #[source]
-        error: Box<RequestError>,
-    },
+    PromptLength { context_length: u32, tokens_min: usize, prompt: &'static str, param: &'static str },
     #[error("Too many requests are running; try again shortly.")]
     Busy,
     #[error("The server failed to process the request; its log says why.")]
@@ -103,33 +96,23 @@ impl RequestError {
         Self::Invalid { param: param.into(), problem }
     }
 
-    /// Returns the same error with another name of the field at fault, for a request whose fields have other names than where the error
-    /// occurred.
-    pub fn renamed(self, rename: impl FnOnce(&str) -> String) -> Self {
+    /// Returns the error of a field that is within this object.
+    pub(crate) fn within(self, object: &str) -> Self {
         match self {
-            Self::Invalid { param, problem } => Self::Invalid { param: rename(&param), problem },
-            Self::Type { param, source } => Self::Type { param: rename(&param), source },
-            other => match other.param().map(rename) {
-                Some(param) => Self::Renamed { param, error: Box::new(other) },
-                None => other,
-            },
-        }
-    }
-
-    /// Returns the error without new names of its field.
-    pub fn original(&self) -> &Self {
-        match self {
-            Self::Renamed { error, .. } => error.original(),
-            error => error,
+            Self::Invalid { param, problem } => Self::Invalid { param: format!("{object}.{param}"), problem },
+            other => other,
         }
     }
 
     /// Returns the field at fault, if the error is of one field.
     pub fn param(&self) -> Option<&str> {
         match self {
-            Self::Type { param, .. } | Self::Invalid { param, .. } | Self::Renamed { param, .. } => Some(param),
-            Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => Some(param),
-            Self::NoChatTemplate | Self::Template(_) | Self::TemplateExhausted => Some("messages"),
+            Self::Type { param, .. } | Self::Invalid { param, .. } => Some(param),
+            Self::ContextLength { param, .. }
+            | Self::PromptLength { param, .. }
+            | Self::NoChatTemplate { param }
+            | Self::Template { param, .. }
+            | Self::TemplateExhausted { param } => Some(param),
             Self::Json(_) | Self::Utf8 { .. } | Self::NoObject | Self::Nesting { .. } | Self::Elements { .. } => None,
             Self::Busy | Self::Failed => None,
         }
@@ -144,11 +127,10 @@ impl RequestError {
             Self::Nesting { .. } => "nesting_too_deep",
             Self::Elements { .. } => "too_many_values",
             Self::Invalid { problem, .. } => problem.code(),
-            Self::NoChatTemplate => "unsupported_value",
-            Self::Template(_) => "invalid_value",
-            Self::TemplateExhausted => "too_many",
+            Self::NoChatTemplate { .. } => "unsupported_value",
+            Self::Template { .. } => "invalid_value",
+            Self::TemplateExhausted { .. } => "too_many",
             Self::ContextLength { .. } | Self::PromptLength { .. } => "context_length_exceeded",
-            Self::Renamed { error, .. } => error.code(),
             Self::Busy => "overloaded",
             Self::Failed => "internal_error",
         }

@@ -3,6 +3,7 @@
 use super::{
     fields::{Id, Whole, ids},
     limits::CACHE_SALT_CHARS_MAX,
+    names::ParamNames,
     options::{self, Options},
     parameters::{SamplingParams, StreamOptions},
     schema::{NAMES_MODEL, SERVED},
@@ -95,10 +96,9 @@ impl GenerateRequest {
         }
         at_most("request_id", self.request_id.as_ref().map_or(0, |id| id.chars().count()), ID_CHARS_MAX, "characters")?;
         let mut params = self.sampling_params.ok_or_else(|| RequestError::invalid("sampling_params", Problem::Missing))?;
-        let within = |name: &str| format!("sampling_params.{name}");
         if let Some(name) = params.misplaced() {
             let rule = "is a field of the request, not of 'sampling_params'";
-            return Err(RequestError::invalid(within(name), Problem::Rule { rule }));
+            return Err(RequestError::invalid(name, Problem::Rule { rule }).within("sampling_params"));
         }
         params.without_text();
         let (max_tokens, logprobs) = (params.max_tokens, params.logprobs);
@@ -106,7 +106,7 @@ impl GenerateRequest {
         let cache_salt = options::cache_salt(self.cache_salt)?;
         let priority = options::priority(self.priority)?;
         let mut checked = || {
-            let mut options = params.take_common()?.check(model)?;
+            let mut options = params.take_common()?.check(&ParamNames::GENERATE, model)?;
             let count = |Whole(found)| options::token_count("max_tokens", found, 1);
             let max_tokens = max_tokens.map(count).transpose()?;
             options::check_min_tokens(&options, max_tokens)?;
@@ -116,7 +116,7 @@ impl GenerateRequest {
             options::check_prompt_logprobs(options.prompt_logprobs, stream)?;
             Ok((options, max_tokens))
         };
-        let (options, max_tokens) = checked().map_err(|error: RequestError| error.renamed(within))?;
+        let (options, max_tokens) = checked().map_err(|error: RequestError| error.within("sampling_params"))?;
         let options = Options { stream, cache_salt, priority, ..options };
         Ok(Generate { tokens, options, max_tokens, request_id: self.request_id })
     }

@@ -1,12 +1,13 @@
 //! Checks the parameters that both endpoints have.
 
 use super::{
-    constraint::{self, Given, Stated},
+    constraint::{self, Stated},
     fields::{ALLOWED_TOKENS_MAX, BAD_WORDS_MAX, Bounded, BoundedMap, LOGIT_BIASES_MAX, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole},
     limits::{
         ALTERNATIVES, BAD_WORD_CHARS_MAX, BIAS, CACHE_SALT_CHARS_MAX, FRACTION, PENALTY, PRIORITY, REPETITION, SAMPLES,
         STOP_CHARS_MAX, TEMPERATURE, TOP_K, TOP_P,
     },
+    names::ParamNames,
     parameters::{Common, StreamOptions},
 };
 use crate::error::{Problem, RequestError, at_most};
@@ -204,25 +205,13 @@ impl Common {
     ///
     /// # Errors
     /// A parameter is out of range.
-    pub(crate) fn check(self, model: &ServedModel) -> Result<Options, RequestError> {
+    pub(crate) fn check(mut self, names: &ParamNames, model: &ServedModel) -> Result<Options, RequestError> {
         let n = self.n.map_or(1, |Whole(n)| n);
         SAMPLES.check("n", n as f64)?;
         let top_k = self.top_k.map_or(0, |Whole(top_k)| top_k);
         TOP_K.check("top_k", top_k as f64)?;
         let min_tokens = self.min_tokens.map(|Whole(found)| token_count("min_tokens", found, 0)).transpose()?.unwrap_or(0);
-        let given = Given {
-            response_format: self.response_format,
-            structured_outputs: self.structured_outputs,
-            guided_json: self.guided_json,
-            guided_regex: self.guided_regex,
-            guided_choice: self.guided_choice,
-            guided_grammar: self.guided_grammar,
-            structural_tag: self.structural_tag,
-            json_schema: self.json_schema,
-            regex: self.regex,
-            ebnf: self.ebnf,
-            grammar: self.grammar,
-        };
+        let constraint = self.constraint(names);
         let sampling = Sampling {
             max_tokens: None,
             min_tokens,
@@ -243,7 +232,7 @@ impl Common {
             logprob_token_ids: token_ids("logprob_token_ids", self.logprob_token_ids.unwrap_or_default(), model)?,
             constraint: None,
         };
-        let stop = stop_strings(self.stop.unwrap_or_default())?;
+        let stop = stop_strings(names.stop, self.stop.unwrap_or_default())?;
         let text = TextOptions {
             stop_included: self.include_stop_str_in_output.unwrap_or(false),
             special_tokens: !self.skip_special_tokens.unwrap_or(true),
@@ -266,7 +255,7 @@ impl Common {
             priority: priority(self.priority)?,
             constraint: None,
         };
-        if let Some(stated) = given.check()? {
+        if let Some(stated) = constraint? {
             options.constrain(stated)?;
         }
         Ok(options)
@@ -352,13 +341,13 @@ fn truncation(tokens: Option<Whole>, side: Option<String>) -> Result<Option<Trun
     Ok(Some(Truncation { tokens, keeps_first }))
 }
 
-fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, RequestError> {
-    at_most("stop", given.len(), STOPS_MAX, "strings")?;
+fn stop_strings(param: &str, Stop(given): Stop) -> Result<Vec<String>, RequestError> {
+    at_most(param, given.len(), STOPS_MAX, "strings")?;
     if given.iter().any(String::is_empty) {
-        return Err(RequestError::invalid("stop", Problem::Rule { rule: "must not hold an empty string" }));
+        return Err(RequestError::invalid(param, Problem::Rule { rule: "must not hold an empty string" }));
     }
     let longest = given.iter().map(|text| text.chars().count()).max().unwrap_or(0);
-    at_most("stop", longest, STOP_CHARS_MAX, "characters in each string").map(|()| given)
+    at_most(param, longest, STOP_CHARS_MAX, "characters in each string").map(|()| given)
 }
 
 pub(crate) fn priority(given: Option<Whole>) -> Result<Option<i32>, RequestError> {

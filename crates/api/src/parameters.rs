@@ -140,6 +140,7 @@ macro_rules! parameters {
     };
     (@common { $($field:ident: $type:ty $(= $limit:expr)*,)* }) => {
         /// The parsed parameters that both endpoints have.
+        #[derive(Default)]
         pub(crate) struct Common {
             $(pub(crate) $field: Option<$type>,)*
         }

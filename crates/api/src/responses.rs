@@ -5,9 +5,10 @@ use super::{
     chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Whole},
     messages::Content,
+    names::ParamNames,
     parameters::{ChatRequest, ResponsesRequest},
     responses_fields::{INCLUDE_MAX, Input, Item},
-    tools::RawTools,
+    tools::{RawChoice, RawTools},
 };
 use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
@@ -37,6 +38,8 @@ const INCLUDABLE: [&str; 8] = [
     "code_interpreter_call.outputs",
 ];
 
+const NAMES: &ParamNames = &ParamNames::RESPONSES;
+
 /// A checked request.
 pub struct Responses {
     /// The chat that the request is converted to.
@@ -45,17 +48,6 @@ pub struct Responses {
     pub repeated: Map<String, Value>,
     /// The tools that the client knows under another name or in another form, by the name that the model sees.
     pub origins: BTreeMap<String, Origin>,
-}
-
-/// Returns the name that a field of a chat has in this API.
-pub fn name(chat: &str) -> String {
-    match chat {
-        "messages" => "input".to_owned(),
-        "max_tokens" | "max_completion_tokens" => "max_output_tokens".to_owned(),
-        "reasoning_effort" => "reasoning.effort".to_owned(),
-        _ if chat.starts_with("tool") => chat.replace(".function", "").replace(".allowed_tools", ""),
-        _ => chat.replace("response_format.json_schema", "text.format").replace("response_format", "text.format"),
-    }
 }
 
 impl ResponsesRequest {
@@ -70,26 +62,23 @@ impl ResponsesRequest {
         let wants_logprobs = self.wants_logprobs()?;
         let repeated = self.repeated()?;
         left_out.extend(self.ignored_text());
-        let format = self.text.take().and_then(|text| text.format).map(chat_format);
+        let format = self.text.take().and_then(|text| text.format);
         let Bounded(tools) = self.tools.take().unwrap_or_default();
         let Converted { functions, origins, left_out: hosted, .. } = Converted::responses(tools)?;
         left_out.extend(hosted.into_iter().map(|kind| format!("tools.{kind}")));
         let effort = self.reasoning.take().and_then(|reasoning| reasoning.effort);
-        let effort = effort_with_effect(effort, model, "reasoning.effort", &mut left_out);
+        let effort = effort_with_effect(effort, model, NAMES, &mut left_out);
         let tools = RawTools {
             tools: functions,
             choice: self.tool_choice.take().map(chat_choice).transpose()?,
             parallel: self.parallel_tool_calls,
         };
-        let check = || {
-            let mut chat = ChatRequest::from(self.take_common()?);
-            chat.response_format = format;
-            chat.max_completion_tokens = self.max_output_tokens;
-            (chat.logprobs, chat.top_logprobs) = (Some(wants_logprobs), self.top_logprobs.filter(|_| wants_logprobs));
-            chat.reasoning_effort = effort;
-            chat.check_with(messages, tools, model)
-        };
-        let chat = check().map_err(|error| error.renamed(name))?;
+        let mut chat = ChatRequest::from(self.take_common()?);
+        chat.response_format = format;
+        chat.max_completion_tokens = self.max_output_tokens;
+        (chat.logprobs, chat.top_logprobs) = (Some(wants_logprobs), self.top_logprobs.filter(|_| wants_logprobs));
+        chat.reasoning_effort = effort;
+        let chat = chat.check_with(messages, tools, NAMES, model)?;
         chat.options.check_one_text()?;
         Ok(Responses { chat: Chat { left_out, ..chat }, repeated, origins })
     }
@@ -191,33 +180,21 @@ impl ResponsesRequest {
     }
 }
 
-/// Returns a format of the text as it is in a chat.
-fn chat_format(mut format: Value) -> Value {
-    if format["type"] != "json_schema" || !format["json_schema"].is_null() {
-        return format;
-    }
-    if let Value::Object(schema) = &mut format {
-        schema.remove("type");
-    }
-    json!({ "type": "json_schema", "json_schema": format })
-}
-
-fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, RequestError> {
-    let function = |tool: &Value| {
-        let name = tool["name"].as_str().map(|name| visible(tool["namespace"].as_str(), name));
-        json!({ "type": "function", "function": { "name": name } })
-    };
-    let choice = match choice["type"].as_str() {
-        Some("function" | "custom") => function(&choice),
+/// Returns the choice of a tool as a chat has it, with the names that the model sees.
+fn chat_choice(choice: Value) -> Result<RawChoice, RequestError> {
+    let typed = |source| RequestError::Type { param: "tool_choice".to_owned(), source };
+    let name = |tool: &Value| tool["name"].as_str().map(|name| visible(tool["namespace"].as_str(), name));
+    match choice["type"].as_str() {
+        Some("function" | "custom") => Ok(RawChoice::function(name(&choice))),
         Some("allowed_tools") => {
             // Tools that only other servers can run cannot be called.
             let is_ours = |tool: &&Value| matches!(tool["type"].as_str(), None | Some("function" | "custom"));
-            let tools: Vec<Value> = choice["tools"].as_array().into_iter().flatten().filter(is_ours).map(function).collect();
-            json!({ "type": "allowed_tools", "allowed_tools": { "mode": choice["mode"], "tools": tools } })
+            let tools = choice["tools"].as_array().into_iter().flatten().filter(is_ours);
+            let mode = Deserialize::deserialize(&choice["mode"]).map_err(typed)?;
+            Ok(RawChoice::allowed(mode, tools.map(name)))
         }
-        _ => choice,
-    };
-    Deserialize::deserialize(choice).map_err(|source| RequestError::Type { param: "tool_choice".to_owned(), source })
+        _ => Deserialize::deserialize(choice).map_err(typed),
+    }
 }
 
 /// Converts the instructions and the input to messages.

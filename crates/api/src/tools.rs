@@ -3,6 +3,7 @@
 use super::{
     fields::{Bounded, Reader, readable},
     limits::NAME_CHARS_MAX,
+    names::ParamNames,
 };
 use crate::error::{Problem, RequestError, at_most};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -61,7 +62,7 @@ pub(crate) enum RawChoice {
     Object(ChoiceObject),
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
 pub(crate) struct ChoiceObject {
     #[serde(rename = "type")]
     kind: Option<String>,
@@ -84,6 +85,20 @@ struct AllowedTools {
 #[derive(Debug, Deserialize)]
 struct AllowedTool {
     function: Option<Named>,
+}
+
+impl RawChoice {
+    /// Returns the choice of the function with this name.
+    pub(crate) fn function(name: Option<String>) -> Self {
+        Self::Object(ChoiceObject { function: Some(Named { name }), ..ChoiceObject::default() })
+    }
+
+    /// Returns the choice among the functions with these names.
+    pub(crate) fn allowed(mode: Option<String>, names: impl Iterator<Item = Option<String>>) -> Self {
+        let tools = names.map(|name| AllowedTool { function: Some(Named { name }) }).collect();
+        let (kind, allowed_tools) = (Some("allowed_tools".to_owned()), Some(AllowedTools { mode, tools }));
+        Self::Object(ChoiceObject { kind, allowed_tools, function: None })
+    }
 }
 
 readable! {
@@ -130,18 +145,18 @@ impl RawTools {
     ///
     /// # Errors
     /// A tool is incomplete, or the choice names a tool that the request does not have.
-    pub(crate) fn check(self) -> Result<Tools, RequestError> {
-        let mut names = HashSet::new();
+    pub(crate) fn check(self, names: &ParamNames) -> Result<Tools, RequestError> {
+        let mut known = HashSet::new();
         let mut list = Vec::with_capacity(self.tools.len());
         for Definition { at, value } in self.tools {
-            let tool = tool(value, &at)?;
-            if !names.insert(tool.name.clone()) {
+            let tool = tool(value, &at, names)?;
+            if !known.insert(tool.name.clone()) {
                 let rule = "is the name of another tool, too; give each tool a name of its own";
-                return Err(RequestError::invalid(format!("{at}.function.name"), Problem::Rule { rule }));
+                return Err(RequestError::invalid(format!("{at}{}.name", names.function), Problem::Rule { rule }));
             }
             list.push(tool);
         }
-        let (choice, allowed) = choice(self.choice, !list.is_empty(), &names)?;
+        let (choice, allowed) = choice(self.choice, &known, names)?;
         if let Some(allowed) = allowed {
             list.retain(|tool| allowed.contains(&tool.name));
         }
@@ -152,16 +167,16 @@ impl RawTools {
     }
 }
 
-fn tool(definition: Value, at: &str) -> Result<Tool, RequestError> {
+fn tool(definition: Value, at: &str, names: &ParamNames) -> Result<Tool, RequestError> {
     let typed = |source: serde_json::Error| RequestError::Type { param: at.to_owned(), source };
-    let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
+    let missing = |path: &str| RequestError::invalid(format!("{at}{}{path}", names.function), Problem::Missing);
     let RawTool { kind, function } = RawTool::deserialize(&definition).map_err(typed)?;
     if let Some(kind) = kind.filter(|kind| kind != "function") {
         return Err(RequestError::invalid(format!("{at}.type"), Problem::ToolType { kind }));
     }
-    let function = function.ok_or_else(|| missing("function"))?;
-    let name = function.name.ok_or_else(|| missing("function.name"))?;
-    let param = format!("{at}.function.name");
+    let function = function.ok_or_else(|| missing(""))?;
+    let name = function.name.ok_or_else(|| missing(".name"))?;
+    let param = format!("{at}{}.name", names.function);
     if name.is_empty() {
         return Err(RequestError::invalid(param, Problem::Empty));
     }
@@ -170,7 +185,7 @@ fn tool(definition: Value, at: &str) -> Result<Tool, RequestError> {
     }
     if !(function.parameters.is_null() || function.parameters.is_object()) {
         let rule = "must be an object: the JSON schema of the arguments";
-        return Err(RequestError::invalid(format!("{at}.function.parameters"), Problem::Rule { rule }));
+        return Err(RequestError::invalid(format!("{at}{}", names.parameters), Problem::Rule { rule }));
     }
     Ok(Tool { name, parameters: function.parameters, strict: function.strict.unwrap_or(false), definition })
 }
@@ -178,14 +193,16 @@ fn tool(definition: Value, at: &str) -> Result<Tool, RequestError> {
 /// Returns the choice and the names of the tools among which the model may choose, if the client limits them.
 fn choice(
     given: Option<RawChoice>,
-    has_tools: bool,
-    names: &HashSet<String>,
+    known: &HashSet<String>,
+    names: &ParamNames,
 ) -> Result<(ToolChoice, Option<HashSet<String>>), RequestError> {
     const CHOICE: &str = "tool_choice";
-    let missing = |field: &str| RequestError::invalid(format!("{CHOICE}.{field}"), Problem::Missing);
-    let unknown = |field: &str| {
+    let has_tools = !known.is_empty();
+    let ParamNames { function: in_function, allowed_tools: in_allowed, .. } = names;
+    let missing = |path: String| RequestError::invalid(format!("{CHOICE}{path}"), Problem::Missing);
+    let unknown = |path: String| {
         let rule = "must be the name of one of 'tools'";
-        RequestError::invalid(format!("{CHOICE}.{field}"), Problem::Rule { rule })
+        RequestError::invalid(format!("{CHOICE}{path}"), Problem::Rule { rule })
     };
     let (choice, allowed) = match given {
         None if has_tools => (ToolChoice::Auto, None),
@@ -193,27 +210,28 @@ fn choice(
         Some(RawChoice::Mode(mode)) => (self::mode(&mode, CHOICE, true)?, None),
         Some(RawChoice::Object(ChoiceObject { kind, function, allowed_tools })) => match kind.as_deref() {
             Some("function") | None => {
-                let name = function.and_then(|function| function.name).ok_or_else(|| missing("function.name"))?;
-                if has_tools && !names.contains(&name) {
-                    return Err(unknown("function.name"));
+                let path = format!("{in_function}.name");
+                let name = function.and_then(|function| function.name).ok_or_else(|| missing(path.clone()))?;
+                if has_tools && !known.contains(&name) {
+                    return Err(unknown(path));
                 }
                 (ToolChoice::Named(name), None)
             }
             Some("allowed_tools") => {
-                let AllowedTools { mode, tools } = allowed_tools.ok_or_else(|| missing("allowed_tools"))?;
-                let mode = mode.ok_or_else(|| missing("allowed_tools.mode"))?;
-                let choice = self::mode(&mode, "tool_choice.allowed_tools.mode", false)?;
+                let AllowedTools { mode, tools } = allowed_tools.ok_or_else(|| missing((*in_allowed).to_owned()))?;
+                let mode = mode.ok_or_else(|| missing(format!("{in_allowed}.mode")))?;
+                let choice = self::mode(&mode, &format!("{CHOICE}{in_allowed}.mode"), false)?;
                 let mut allowed = HashSet::new();
                 for (index, tool) in tools.into_iter().enumerate() {
-                    let field = format!("allowed_tools.tools[{index}].function.name");
-                    let name = tool.function.and_then(|function| function.name).ok_or_else(|| missing(&field))?;
-                    if !names.contains(&name) {
-                        return Err(unknown(&field));
+                    let path = format!("{in_allowed}.tools[{index}]{in_function}.name");
+                    let name = tool.function.and_then(|function| function.name).ok_or_else(|| missing(path.clone()))?;
+                    if !known.contains(&name) {
+                        return Err(unknown(path));
                     }
                     allowed.insert(name);
                 }
                 if allowed.is_empty() {
-                    return Err(RequestError::invalid("tool_choice.allowed_tools.tools", Problem::Empty));
+                    return Err(RequestError::invalid(format!("{CHOICE}{in_allowed}.tools"), Problem::Empty));
                 }
                 (choice, Some(allowed))
             }
@@ -252,7 +270,7 @@ mod tests {
         let tools = serde_json::from_value(tools).map_err(|error| error.to_string())?;
         let choice = serde_json::from_value(choice).map_err(|error| error.to_string())?;
         let tools = definitions(tools).map_err(|error| error.to_string())?;
-        RawTools { tools, choice, parallel: None }.check().map_err(|error| error.to_string())
+        RawTools { tools, choice, parallel: None }.check(&ParamNames::CHAT).map_err(|error| error.to_string())
     }
 
     fn function(name: &str) -> Value {

@@ -13,7 +13,7 @@ use axum::{
 use bytes::Bytes;
 use std::sync::Arc;
 use tandem_api::{
-    CompletionRequest, Problem,
+    CompletionRequest, ParamNames, Problem,
     answer::{ChoiceFormat, Style},
     check_context, check_texts,
     completions::{Completion, Input},
@@ -28,7 +28,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     let served = incoming.served(request.model.as_deref())?;
     let model = Arc::clone(&served.model);
     let Completion { options, max_tokens, echo, prompts, adds_bos } = request.check(&model)?;
-    check_texts(&model, prompts.iter().map(Input::text_bytes), options.truncation.is_some(), "prompt")?;
+    check_texts(&model, prompts.iter().map(Input::text_bytes), options.truncation, &ParamNames::COMPLETION)?;
     incoming.reserve(prompts.len(), &options)?;
     incoming.check_constraint(&options).await?;
     let all_bytes = prompts.iter().map(Input::text_bytes).sum();
@@ -47,7 +47,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
         if tokens.is_empty() {
             return Err(ApiError::invalid("prompt", Problem::Empty));
         }
-        check_context(&model, tokens.len(), max_tokens, "prompt", "max_tokens")?;
+        check_context(&model, tokens.len(), max_tokens, &ParamNames::COMPLETION, "max_tokens")?;
         let mut prompt = incoming.prompt(&served, index, tokens, &options, prompt_logprobs);
         prompt.join_equal(ready.iter_mut().map(|(earlier, _): &mut (Prompt, _)| earlier));
         ready.push((prompt, text));

@@ -14,7 +14,7 @@ use tandem_text::ServedModel;
 /// Returns the job that answers the conversation.
 ///
 /// # Errors
-/// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
+/// The conversation is too long, or the model's template refuses it.
 pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, style: Style) -> Result<Job, ApiError> {
     leave_out(incoming, &chat);
     check(&served.model, &chat)?;
@@ -24,7 +24,7 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
     incoming.body.clear();
     if tokens.is_empty() {
         let rule = "must give a prompt, but the chat template renders no text for them";
-        return Err(ApiError::invalid("messages", Problem::Rule { rule }));
+        return Err(ApiError::invalid(chat.names.prompt, Problem::Rule { rule }));
     }
     if let Some(marker) = format.reasoning_end() {
         chat.options.begin_constraint_after(marker);
@@ -37,7 +37,7 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
     if let Some(truncation) = chat.options.truncation {
         truncation.apply(&mut tokens, served.model.usable_context().saturating_sub(new_tokens) as usize);
     }
-    check_context(&served.model, tokens.len(), new_tokens, "messages", limit_param)?;
+    check_context(&served.model, tokens.len(), new_tokens, chat.names, limit_param)?;
     let prompt = incoming.prompt(&served, 0, tokens, &chat.options, chat.options.prompt_logprobs);
     Ok(Job { served, prompts: vec![(prompt, None)], options: chat.options, style, pieces: Some(Arc::new(format)) })
 }
@@ -45,7 +45,7 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
 /// Returns the number of tokens of the conversation's prompt.
 ///
 /// # Errors
-/// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
+/// The conversation is too long, or the model's template refuses it.
 pub(super) async fn count(incoming: &mut Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<usize, ApiError> {
     leave_out(incoming, &chat);
     check(model, &chat)?;
@@ -62,7 +62,7 @@ fn leave_out(incoming: &mut Incoming, chat: &Chat) {
 }
 
 fn check(model: &ServedModel, chat: &Chat) -> Result<(), RequestError> {
-    check_texts(model, std::iter::once(chat.text_bytes()), chat.options.truncation.is_some(), "messages")
+    check_texts(model, std::iter::once(chat.text_bytes()), chat.options.truncation, chat.names)
 }
 
 async fn encode(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<(Chat, Encoded), RequestError> {

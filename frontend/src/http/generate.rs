@@ -12,7 +12,7 @@ use axum::{
 };
 use bytes::Bytes;
 use std::sync::Arc;
-use tandem_api::{Generate, GenerateRequest, answer::Style, check_context};
+use tandem_api::{Generate, GenerateRequest, ParamNames, answer::Style, check_context};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Generate, request, prepare).await
@@ -29,7 +29,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     if let Some(truncation) = options.truncation {
         truncation.apply(&mut tokens, served.model.usable_context().saturating_sub(new_tokens) as usize);
     }
-    check_context(&served.model, tokens.len(), new_tokens, "token_ids", limit_param)?;
+    check_context(&served.model, tokens.len(), new_tokens, &ParamNames::GENERATE, limit_param)?;
     incoming.reserve(1, &options)?;
     incoming.check_constraint(&options).await?;
     incoming.body.clear();

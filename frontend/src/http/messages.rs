@@ -18,7 +18,7 @@ use axum::{
 use bytes::Bytes;
 use serde_json::json;
 use std::sync::Arc;
-use tandem_api::{MessagesRequest, answer::Style, anthropic};
+use tandem_api::{MessagesRequest, answer::Style};
 
 /// The header in which Anthropic's clients look for a request's id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
@@ -35,14 +35,14 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     let request: MessagesRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
     let chat = request.check(&served.model)?;
-    conversation::job(incoming, served, chat, Style::Message).await.map_err(|error| error.renamed(anthropic::name))
+    conversation::job(incoming, served, chat, Style::Message).await
 }
 
 async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
     let request: MessagesRequest = incoming.parse(body).await?;
     let model = incoming.served(request.model.as_deref())?.model;
     let chat = request.check_prompt(&model)?;
-    let tokens = conversation::count(incoming, &model, chat).await.map_err(|error| error.renamed(anthropic::name))?;
+    let tokens = conversation::count(incoming, &model, chat).await?;
     Ok(Json(json!({ "input_tokens": tokens })).into_response())
 }
 

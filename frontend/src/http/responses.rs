@@ -15,11 +15,7 @@ use axum::{
 use bytes::Bytes;
 use serde_json::json;
 use std::sync::Arc;
-use tandem_api::{
-    ResponsesRequest,
-    answer::Style,
-    responses::{self, Responses},
-};
+use tandem_api::{ResponsesRequest, answer::Style, responses::Responses};
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
     handle(app, Endpoint::Responses, request, prepare).await
@@ -33,15 +29,13 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     let request: ResponsesRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
     let Responses { chat, repeated, origins } = request.check(&served.model)?;
-    conversation::job(incoming, served, chat, Style::Response(repeated, origins))
-        .await
-        .map_err(|error| error.renamed(responses::name))
+    conversation::job(incoming, served, chat, Style::Response(repeated, origins)).await
 }
 
 async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
     let request: ResponsesRequest = incoming.parse(body).await?;
     let model = incoming.served(request.model.as_deref())?.model;
     let Responses { chat, .. } = request.check(&model)?;
-    let tokens = conversation::count(incoming, &model, chat).await.map_err(|error| error.renamed(responses::name))?;
+    let tokens = conversation::count(incoming, &model, chat).await?;
     Ok(Json(json!({ "object": "response.input_tokens", "input_tokens": tokens })).into_response())
 }

@@ -65,7 +65,7 @@ impl Failure<'_> {
 /// Returns Anthropic's text for a request that does not fit into the context. Clients look for it, and send fewer tokens then.
 fn context_message(error: &RequestError) -> Option<String> {
     let too_long = |tokens: usize, max: u32| format!("prompt is too long: {tokens} tokens > {max} maximum");
-    match error.original() {
+    match error {
         RequestError::ContextLength { context_length, prompt_tokens, .. } if prompt_tokens >= context_length => {
             // The answer has one token at least.
             Some(too_long(*prompt_tokens as usize + 1, *context_length))
