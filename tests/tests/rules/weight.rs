@@ -12,11 +12,11 @@ const SHORT_LINES: usize = 60;
 
 /// What is counted, and its limit. A limit is lowered when a change stays below it, and raised only with a reason.
 const LIMITS: [(&str, usize); 5] = [
-    ("lines of code", 54_600),
-    ("lines of the largest crate", 7_350),
-    ("functions longer than 60 lines", 17),
-    ("functions with a bool parameter", 75),
-    ("type names with several meanings", 163),
+    ("lines of code", 54_200),
+    ("lines of the largest crate", 6_550),
+    ("functions longer than 60 lines", 8),
+    ("functions with a bool parameter", 52),
+    ("type names with several meanings", 54),
 ];
 
 /// The product's part of a source file: without the test module, which is the last item, and without comments and blank lines.
