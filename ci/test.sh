@@ -122,6 +122,20 @@ chart() {
     if [ -d "${lines##*$'\n'}" ]; then export TANDEM_CHART_MANIFESTS="${lines##*$'\n'}"; fi
 }
 
+# Checks that the oldest supported Rust compiles the product. If another one is installed, rustup provides the oldest.
+oldest_rust() {
+    local oldest
+    oldest=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
+    case "$(cargo --version)" in
+        "cargo $oldest."*) echo "the installed Rust is $oldest, the oldest supported one" ;;
+        *)
+            command -v rustup >/dev/null || fail "Rust $oldest is missing: install rustup, or Rust $oldest"
+            rustup toolchain install "$oldest" --profile minimal --no-self-update
+            CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/ci-oldest" cargo "+$oldest" check --workspace --locked
+            ;;
+    esac
+}
+
 # Checks all shell scripts in git, which are found by their first line.
 scripts() {
     local files
@@ -133,6 +147,7 @@ scripts() {
 part "tools" tools
 part "scripts" scripts
 part "dependencies" dependencies
+part "oldest Rust" oldest_rust
 part "format" cargo fmt --all --check
 # All steps use one profile, so that build scripts, macros and dependencies are built once.
 part "clippy" cargo clippy --workspace --all-targets --release --locked -- -D warnings
