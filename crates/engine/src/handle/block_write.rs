@@ -8,12 +8,12 @@ use tokio::sync::Notify;
 pub(super) struct EndedWrite {
     pub ticket: Ticket,
     pub indices: Vec<u32>,
-    /// True if all blocks were written. Otherwise none of them counts as written.
+    /// Whether all blocks were written. If false, all of them are treated as not written.
     pub complete: bool,
 }
 
-/// The ended writes that the engine's thread has not handled yet. There are at most as many as blocks in use, because each write has at least one
-/// block that no other write has.
+/// The ended writes that the engine's thread has not handled yet. Each has at least one block that no other write has, so there are at most as many
+/// as blocks in use.
 #[derive(Clone, Default)]
 pub(super) struct EndedWrites(Arc<Mutex<Vec<EndedWrite>>>);
 
