@@ -14,9 +14,9 @@ use tokio::time::Instant;
 const SAMPLES_MAX: u32 = 128;
 /// Maximum number of alternatives whose logprobs are returned for one token.
 const LOGPROBS_MAX: u32 = 20;
-/// Maximum number of tokens with a bias. A frontend has the same limit.
+/// Maximum number of tokens with a logit bias, the same as in the frontend.
 const BIASES_MAX: usize = 1_024;
-/// Maximum number of tokens that end a sample: more than a frontend allows a client, plus those of the model.
+/// Maximum number of stop tokens: more than the stop tokens that a frontend lets a client set, plus those of the model.
 const STOP_TOKENS_MAX: usize = 1_024;
 /// Maximum number of token sequences that must not be generated.
 const BAD_WORD_FORMS_MAX: usize = 256;

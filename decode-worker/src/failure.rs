@@ -87,7 +87,7 @@ impl DecodeEnd {
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (FailureReason::InvalidRequest, this),
-            // The request has not run, so it is not the reason.
+            // The engine has not run this request, so the request is not the cause.
             Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => (FailureReason::Unspecified, this),
             Self::Engine | Self::Hung => (FailureReason::EngineFailed, this),
         };

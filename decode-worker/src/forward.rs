@@ -31,8 +31,8 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &ClientSt
     Ok(())
 }
 
-/// Like [`forward`], for an engine that may report the cached tokens as late as shortly before the end of the last sample. The client may request
-/// the end of the generation earlier, and still receives that report.
+/// Like [`forward`], but for an engine that reports the cached tokens late, at worst shortly before the last sample ends. If the client ends the
+/// generation earlier, it still receives that report.
 pub(crate) async fn forward_late(
     job: &mut dyn Job,
     output: Output,

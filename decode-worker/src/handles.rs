@@ -11,7 +11,7 @@ use tandem_kv::HashKey;
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Used handles are remembered for this time, which exceeds every lease.
+/// Used handles are kept for this time, which exceeds every lease, to refuse a second use.
 const REMEMBERED: Duration = Duration::from_secs(600);
 
 pub(crate) struct Handles {
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn handle_is_accepted_once_for_its_prompt_until_it_expires() {
+    async fn handle_is_accepted_only_once_and_only_for_its_prompt_before_it_expires() {
         let handles = Handles::new(HashKey::NONE);
         assert!(handles.take(handle(b"a", 8, 1_000), 7).is_none(), "the handle was made for another prompt");
         assert!(handles.take(handle(b"a", 7, 0), 7).is_none(), "the handle has expired");

@@ -77,8 +77,8 @@ impl RemotePrefill {
         }
     }
 
-    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker. This method is
-    /// cancel-safe.
+    /// Returns the next message; skips kinds of messages that this version does not know. If the stream is broken, the worker is considered lost.
+    /// This method is cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<PrefillNews, DecodeEnd> {
         loop {
             let reply = self.replies.message().await.map_err(|status| {
@@ -114,7 +114,7 @@ impl RemotePrefill {
         DecodeEnd::PrefillLost { prefill: self.instance_id.clone() }
     }
 
-    /// Checks a failure. A failure with an unknown reason counts as a lost worker.
+    /// Checks a failure. If its reason is unknown, the worker is considered lost.
     fn failure(&self, mut failure: Failure) -> Result<Failure, DecodeEnd> {
         if matches!(FailureReason::try_from(failure.reason), Err(_) | Ok(FailureReason::Unspecified)) {
             return Err(self.lost());

@@ -96,15 +96,15 @@ async fn run_with_transfers(
 }
 
 struct Deadlines {
-    /// Until then, this worker must have a place and blocks for the prompt.
+    /// The time until which this worker must have a place and blocks for the prompt; `None` sets no limit.
     wait_until: Option<Instant>,
-    /// Until then, all blocks must be written.
+    /// The time until which all blocks must be written.
     received_by: Instant,
 }
 
 struct ReceivedBlocks {
     started: Started,
-    /// The chunks in which the prefill worker computed the prompt; empty if this worker had the whole prompt in its cache.
+    /// The chunks in which the prefill worker computed the prompt; empty if this worker had cached all of the prompt's blocks.
     chunks: Vec<PrefillChunk>,
 }
 

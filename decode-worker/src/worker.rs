@@ -43,7 +43,7 @@ pub(crate) struct RemotePrompt<'a> {
 }
 
 impl DecodeWorker {
-    /// Passes a request to the engine, which first compiles its constraint. Both may have to wait in the queue.
+    /// Passes a request to the engine, which first compiles its constraint. The compilation may have to wait for those of other requests.
     ///
     /// # Errors
     /// The engine refuses the request, or the request waits in the queue until `wait_until`.
@@ -82,10 +82,10 @@ pub(crate) async fn in_time<T>(
     }
 }
 
-/// Waits in the queue, but no longer than until this time.
+/// Waits in the queue until the time `until` at the latest (`None` sets no limit).
 ///
 /// # Errors
-/// Fails if the wait takes longer, or ends with an error.
+/// Fails if `wait` has not ended by then, or ends with an error.
 pub(crate) async fn in_queue<T>(
     until: Option<Instant>,
     wait: impl Future<Output = Result<T, DecodeEnd>>,

@@ -160,8 +160,8 @@ async fn send(
         _ = job.next() => return Err(PrefillEnd::Engine),
         sent = transfer.finish() => sent?,
     };
-    // If the engine failed meanwhile, it may have reused blocks before the last one was read. It reports the failure before it computes
-    // again.
+    // If the engine failed meanwhile, blocks may have been reused before they were sent. The engine reports a failure before it computes the next
+    // step, so the report has arrived by now.
     if job.next().now_or_never().is_some() {
         return Err(PrefillEnd::Engine);
     }

@@ -88,7 +88,7 @@ impl PrefillEnd {
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => FailureReason::InvalidRequest,
-            // The request has not run, so it is not the reason.
+            // The engine has not run this request, so the request is not the cause.
             Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => FailureReason::Unspecified,
             Self::Engine | Self::Hung => FailureReason::EngineFailed,
             Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => FailureReason::PrefillLost,

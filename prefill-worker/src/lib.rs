@@ -1,6 +1,6 @@
 //! The prefill worker: serves `Prefill`, which computes the KV of a prompt and sends its blocks to the decode worker.
 //!
-//! - A prompt's blocks are pinned from `Scheduled` until they are written on the decode worker or the stream closes, and never longer.
+//! - A prompt's blocks are pinned from `Scheduled` until they are written on the decode worker or the stream closes, but not longer.
 //! - Every stream ends with `PrefillDone`, with a `Failure` that has a reason, or with a gRPC error if the client breaks the protocol.
 //! - Computed blocks stay cached, even if the request fails.
 

@@ -1,10 +1,9 @@
 //! The expected lengths of answers to one model, learned from the answers that have ended.
 //!
-//! The limit that a request sets is the only thing that a router knows about its answer. Programs set a limit for each kind of request, so
-//! requests with similar limits have answers of similar lengths. Therefore there is a mean for each class of limits, from a power of two to
-//! the next one.
+//! A router knows only the limit `max_tokens` of an answer that has not ended. Programs set a limit for each kind of request, so requests with
+//! similar limits have answers of similar lengths. Therefore there is a mean for each class of limits, from a power of two to the next one.
 
-/// A moving average: the mean of the first values, and later of the latest ones.
+/// A moving average: the plain mean of the first values, later a mean in which the latest values have the most weight.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct MovingMean {
     mean: f64,
@@ -12,8 +11,8 @@ pub(crate) struct MovingMean {
     count: u32,
 }
 
-/// The number of values from which each further value has the same weight, 1 / `WINDOW`. Lengths of answers vary by an order of magnitude, so
-/// a mean of much fewer values would vary too.
+/// After this many values, each new value has the weight 1 / `WINDOW`. Lengths of answers vary by an order of magnitude, so a mean of much fewer
+/// values would vary too.
 const WINDOW: u32 = 50;
 
 impl MovingMean {
@@ -68,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mean_of_the_first_values_becomes_a_mean_of_the_latest_values() {
+    fn moving_mean_follows_the_latest_values() {
         let mut mean = MovingMean::default();
         assert_eq!(mean.get(), None);
         [1.0, 2.0, 6.0].into_iter().for_each(|value| mean.record(value));
@@ -90,7 +89,7 @@ mod tests {
         assert!((900.0..1_100.0).contains(&lengths.expected(100_000, 300.0)), "{lengths:?}");
         assert_eq!(lengths.expected(100, 300.0), 100.0);
         assert!(lengths.expected(0, 300.0) > 900.0);
-        // A reported length above the limit counts as the limit.
+        // A reported length above the limit is recorded as the limit.
         lengths.record(1, 1e9);
         assert_eq!(lengths.expected(1, 300.0), 1.0);
     }

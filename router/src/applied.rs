@@ -40,7 +40,7 @@ pub(crate) fn slice_len(events: &[KvEvent]) -> usize {
         blocks += match &event.change {
             Change::Stored(chain) => chain.sequence_hashes.len(),
             Change::Removed(hashes) => hashes.len(),
-            // The blocks are removed between two slices.
+            // A slice ends after a cleared cache, because its blocks are removed between two slices.
             Change::Cleared => SLICE_BLOCKS,
         };
         blocks >= SLICE_BLOCKS

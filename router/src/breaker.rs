@@ -2,7 +2,7 @@
 //!
 //! Consecutive faults open the circuit: for a pause, no request is placed on the worker. After the pause one request is admitted as a
 //! probe. The probe's first token closes the circuit; its fault opens the circuit again for a longer pause. While the circuit is open,
-//! faults of requests that were placed earlier do not count, but a first token of such a request closes the circuit, because it shows that
+//! faults of requests that were placed earlier are ignored, but the first token of such a request closes the circuit, because it shows that
 //! the worker serves.
 
 use crate::worker_bookings::BookingId;
@@ -109,7 +109,7 @@ mod tests {
         let (mut now, mut pause) = (now, PAUSE_MIN);
         assert!(!breaker.admits(now));
         for probe in 1..9 {
-            // Faults of requests that were placed before the circuit opened do not count.
+            // Faults of requests that were placed before the circuit opened are ignored.
             assert!(!breaker.on_fault(BookingId(0), now));
             assert!(!breaker.admits(now + pause - Duration::from_millis(1)));
             now += 2 * pause;

@@ -4,14 +4,15 @@ use crate::route::{ByRole, WorkerDemand, WorkerRole};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The age at which a placement counts half as much as the latest one: some placements even of a quiet cluster, but not those of the last load.
+/// The age at which a placement has half the weight of the latest one. The sums thus include some placements even in a quiet cluster, but follow a
+/// change of the load.
 const HALF_LIFE: Duration = Duration::from_secs(30);
 
 /// The latest placements of one model, by the role of the worker that computes the prompt.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Demands(ByRole<DemandSums>);
 
-/// Sums in which older placements count less.
+/// Sums over placements, in which older placements have less weight.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DemandSums {
     prompts: f64,
@@ -20,7 +21,7 @@ pub(crate) struct DemandSums {
 }
 
 impl Demands {
-    /// Adds a prompt of which a worker of this role computes so many tokens.
+    /// Adds a prompt of which a worker of this role computes `tokens` tokens.
     pub(crate) fn add(&mut self, role: WorkerRole, tokens: u64, now: Instant) {
         self.0.of_mut(role).add(tokens, now);
     }
@@ -31,7 +32,7 @@ impl Demands {
 }
 
 impl DemandSums {
-    /// Adds a prompt of which so many tokens are computed.
+    /// Adds a prompt of which `tokens` tokens are computed.
     pub(crate) fn add(&mut self, tokens: u64, now: Instant) {
         let before = self.at(now);
         *self = Self { prompts: before.prompts + 1.0, tokens: before.tokens + tokens as f64, at: Some(now) };
@@ -54,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn demand_follows_the_latest_placements() {
+    fn demand_per_second_follows_the_latest_placements() {
         let (mut demands, mut now) = (Demands::default(), Instant::now());
         assert_eq!(demands.per_second(now).of(WorkerRole::Prefill), WorkerDemand::default());
         for _ in 0..3_000 {

@@ -1,14 +1,14 @@
 //! The prefix index: which worker has cached which block.
 //!
-//! Blocks are kept in runs (docs/adr/033-index.md). A run is a stretch of consecutive blocks. It has the number of its leading blocks that
-//! each holder has cached. So a lookup visits a few runs instead of all blocks of a prompt, and a change of a shared run writes one number.
+//! Blocks are kept in runs (docs/adr/033-index.md). A run is a chain of consecutive blocks, with the number of leading blocks that each holder has
+//! cached. So a lookup visits a few runs instead of all blocks of a prompt, and a change of a shared run writes one number.
 //!
 //! Lookups run while changes are applied. The runs are spread over shards, each with a lock of its own, and a lookup waits only while
-//! the run that it needs is being changed. Changes exclude each other. No call moves more than some thousand blocks at once: the tables
+//! the run that it needs is being changed. Changes are serialized by a mutex. No call moves more than some thousand blocks at once: the tables
 //! grow in segments, and the blocks of a worker that has left are removed in slices ([`PrefixIndex::sweep`]).
 //!
-//! Invariants: each block is in exactly one run; the shard that the run's first block selects has the run, and finds it by that block; the
-//! rows of [`Holders`](run::Holders) have cached exactly the blocks that were stored for them and not removed. A worker's cache is one row. If it is cleared
+//! Invariants: each block is in exactly one run; the shard that the run's first block selects has the run, and finds it by that block; the rows of
+//! [`Holders`](run::Holders) have cached exactly the blocks that were stored for them and not removed. A worker's cache is one row. If it is cleared
 //! or replaced, the worker gets another row at once, and the old row is hidden from lookups until its blocks are removed.
 
 mod changes;
@@ -30,7 +30,7 @@ use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerSlot(pub u32);
 
-/// The numbers of blocks of a change that the index could not apply, by reason. The rest of the change is applied.
+/// How many blocks of a change the index could not apply, by reason. The rest of the change is applied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Skipped {
     /// Blocks that were removed but were not in the index.
@@ -49,7 +49,7 @@ impl std::ops::AddAssign for Skipped {
     }
 }
 
-/// The most blocks that change while the index is locked for other changes.
+/// The most blocks that one change stores or removes before it lets other changes of the index run.
 const SLICE_BLOCKS: usize = 1 << 10;
 
 /// Maps sequence hashes to the workers that have cached the blocks.
@@ -103,7 +103,7 @@ impl PrefixIndex {
         writer.retire(row);
     }
 
-    /// Applies a change of the worker's cache. A worker that was not added has no cache, so the change does nothing.
+    /// Applies a change of the worker's cache. The change is ignored if the worker was not added.
     pub fn apply(&self, worker: WorkerSlot, change: &Change) -> Skipped {
         let mut skipped = Skipped::default();
         match change {
@@ -147,7 +147,7 @@ impl PrefixIndex {
         writer + shards
     }
 
-    /// Stores the chain in slices. `row` returns the row that the slice concerns, or `None` if the rest does not concern any row.
+    /// Stores the chain in slices. `row` returns the row in which to store the next slice; `None`: the remaining blocks are not stored.
     fn store(&self, row: impl Fn(&IndexWriter) -> Option<u32>, chain: &StoredChain, skipped: &mut Skipped) {
         let (mut parent, mut rest) = (chain.parent, &chain.sequence_hashes[..]);
         while !rest.is_empty() {
@@ -163,8 +163,8 @@ impl PrefixIndex {
     }
 }
 
-/// A cache that lookups do not see until it replaces the cache of a worker. If it is dropped before, its blocks are removed like those of
-/// a worker that leaves.
+/// New content for a worker's cache, which lookups do not see until [`Self::complete`]. If it is dropped earlier, [`PrefixIndex::sweep`] removes its
+/// blocks.
 pub struct Replacement<'a> {
     index: &'a PrefixIndex,
     /// `None` once the replacement is complete.
@@ -178,8 +178,8 @@ impl Replacement<'_> {
         self.index.store(|_| self.row, chain, &mut self.skipped);
     }
 
-    /// Replaces the worker's blocks at once. Returns what could not be stored. The blocks before are removed by [`PrefixIndex::sweep`]. If
-    /// the worker was removed, so are these blocks.
+    /// Replaces the content of the worker's cache at once. Returns which blocks could not be stored. [`PrefixIndex::sweep`] removes the old blocks,
+    /// or the new ones if the worker was removed.
     pub fn complete(mut self, worker: WorkerSlot) -> Skipped {
         let Self { index, skipped, .. } = self;
         let mut writer = index.writer.lock();

@@ -56,7 +56,7 @@ use worker_watch::WorkerWatcher;
 /// The reason that a router cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum RouterError {
-    /// The list of workers or peers cannot be used.
+    /// The list of workers or peers cannot be read, or is invalid.
     #[error(transparent)]
     Workers(#[from] DiscoveryError),
     /// Serving on the socket failed.
@@ -71,7 +71,7 @@ const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 const RELEASE_POLL: Duration = Duration::from_millis(50);
 
 /// Routes until the shutdown. While the router drains, new streams are refused, and frontends are asked to move open streams to other
-/// routers. Without another router, the streams end after this message: running requests need no router. Dropping the
+/// routers. Without another router, the streams end after this message, because running requests need no router. Dropping the
 /// future stops watching workers and peers.
 ///
 /// # Errors
@@ -140,7 +140,7 @@ pub async fn run(
     }
 }
 
-/// Stops waiting for workers after the time limit of a start.
+/// Ends the start of the router after [`STARTUP_TIMEOUT`], even if listed workers have not answered yet.
 async fn end_startup(cluster: &Cluster) -> Infallible {
     tokio::time::sleep(STARTUP_TIMEOUT).await;
     cluster.lock().update_unavailable(UnavailableWorkers::stop_expecting);
@@ -158,8 +158,8 @@ async fn release(cluster: &Cluster, shutdown: &Shutdown, released: &Cancellation
     std::future::pending().await
 }
 
-/// Watches every listed process. Calls `on_listed` when the list has been read. If the list is advisory, a connected process that is removed from the list is watched until it
-/// disconnects. Cancel-safe: dropping the future ends all watching.
+/// Watches every listed process. Calls `on_listed` when the list has been read. If the list is advisory, a process that is removed from it is watched
+/// until it disconnects. Cancel-safe: dropping the future ends all watching.
 async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
     what: &str,
     mut listed: Members,

@@ -1,5 +1,5 @@
 //! The router's metrics. A worker's series have its `worker_id` as a label. They are removed when the worker leaves, and start at 0 when it
-//! returns.
+//! joins again.
 
 use crate::{applied::Applied, index::Skipped};
 use metrics::{Counter, Gauge, Histogram};

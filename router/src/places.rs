@@ -1,11 +1,11 @@
 //! Estimates when a request gets a place, and memory for its prompt, on the worker that decodes its answer.
 //!
-//! Engines serve accounts in turn: a request competes with all sequences of its own account, and with as many of every other account. If a worker's
-//! places and memory do not suffice for these, some of the answers that run have to end first. Tandem's own engines take places and memory from the
-//! further samples of other requests before that (docs/adr/021-fair-shares.md), so there only the first sample of each request counts.
+//! Engines serve accounts in turn: a request competes with all sequences of its own account, and with as many of every other account. If the worker
+//! has too few places or too little memory for these, some running answers have to end first. Tandem's own engines preempt further samples of other
+//! requests instead (docs/adr/021-fair-shares.md), so on them a request competes only with the first sample of each other request.
 //!
-//! When an answer ends is not known. It is expected at the usual length of such answers. An answer that has outlived this time is expected to run for as
-//! long again as it has outlived it, so that a worker whose answers do not end is expected to stay full for longer and longer.
+//! An answer is expected to end at the usual length of such answers. If it runs for longer than that, it is expected to continue for as long as it is
+//! overdue. So a worker whose answers do not end is expected to stay full for longer and longer.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_kv::Priority;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 /// An answer that runs on a worker, or that will run there when its prompt is prefilled.
 #[derive(Clone, Debug)]
 pub(crate) struct BookedAnswer {
-    /// The account and the priority of the request; the defaults if another router has placed it.
+    /// The account of the request. Account and priority have their default values if another router has placed the request.
     pub(crate) account: Arc<str>,
     pub(crate) priority: Priority,
     pub(crate) length: Length,
@@ -32,7 +32,7 @@ pub(crate) struct Length {
     pub(crate) max: u32,
 }
 
-/// A worker's places and memory, in the eyes of one request.
+/// The places and the memory of a worker for which one request competes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
     /// The number of sequences that the worker computes at once; 0: not known.
@@ -45,11 +45,11 @@ pub(crate) struct Room {
     pub(crate) available_blocks: u32,
     /// The number of blocks that the request's prompt takes.
     pub(crate) wanted_blocks: u32,
-    /// Whether the further samples of other requests yield their places and their memory to the request.
+    /// Whether the engine preempts further samples of other requests in favour of this request.
     pub(crate) samples_yield: bool,
 }
 
-/// The speed of answers: what is known of those that have ended.
+/// The mean speed of the answers that have ended.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AnswerPace {
     /// The mean time of an answer.
@@ -59,12 +59,12 @@ pub(crate) struct AnswerPace {
 }
 
 impl BookedAnswer {
-    /// Returns the number of tokens that the answer is expected to have, of all samples together.
+    /// Returns the expected number of tokens of the answer, all samples together.
     pub(crate) fn tokens(&self) -> u64 {
         self.length.expected as u64 * u64::from(self.samples)
     }
 
-    /// Returns the expected time until the answer ends; if it does not run yet, the time that it will take.
+    /// Returns the expected time until the answer ends or, if it does not run yet, the expected time from its start to its end.
     fn remaining(&self, pace: AnswerPace, now: Instant) -> Duration {
         let took = self.since.map_or(Duration::ZERO, |since| now.duration_since(since));
         let Length { expected, min, max } = self.length;
@@ -74,7 +74,7 @@ impl BookedAnswer {
         }
         let longest = pace.token.saturating_mul(max).saturating_sub(took);
         let outlived = took - expected;
-        // An answer that has also outlived its limit is slower than others, so the limit says nothing about it.
+        // An answer that runs for longer than its `max_tokens` take at the mean speed is slower than others, so the limit says nothing about it.
         if longest.is_zero() { outlived } else { outlived.min(longest) }
     }
 }
@@ -93,7 +93,7 @@ impl Room {
         let (mut own, mut others) = (Preceding::default(), HashMap::<&str, Preceding>::new());
         for answer in booked {
             let same_account = *answer.account == *account;
-            // A sequence that runs keeps its place, whatever its priority.
+            // A running sequence keeps its place, even if the request outranks it.
             if answer.since.is_some() || !priority.outranks(answer.priority, same_account) {
                 let of_account = if same_account { &mut own } else { others.entry(&answer.account).or_default() };
                 let ends = if answer.since.is_some() { &mut of_account.running } else { &mut of_account.waiting };
@@ -109,7 +109,8 @@ impl Room {
         own.time_until(may_precede, pace.answer)
     }
 
-    /// Returns the room that there is if only the first sample of each request has a place and blocks. All sequences have equally many blocks.
+    /// Returns the state of the worker if only the first sample of each request had a place and blocks. All sequences are assumed to have equally
+    /// many blocks.
     fn without_further_samples<'a>(&self, booked: impl Iterator<Item = &'a BookedAnswer>) -> Self {
         let (mut further, mut further_running) = (0_u32, 0_u32);
         for answer in booked {
@@ -130,7 +131,7 @@ impl Room {
         }
     }
 
-    /// Returns the number of sequences that may precede the request if it is to run; `None`: the worker is not full.
+    /// Returns how many sequences may remain on the worker when the request gets its place and its blocks; `None`: the worker is not full.
     fn may_precede(&self) -> Option<u64> {
         let Self { sequences_max, sequences, running, in_use_blocks, available_blocks, wanted_blocks, .. } = *self;
         let by_places = (sequences_max > 0 && sequences >= sequences_max).then(|| u64::from(sequences_max) - 1);
@@ -146,7 +147,7 @@ impl Room {
 /// Numbers of sequences, each with the time after which they end.
 type Ends = Vec<(Duration, u64)>;
 
-/// The sequences that precede a request. The times of those that wait count from their start.
+/// The sequences that precede a request. The time of a waiting sequence is counted from its own start.
 #[derive(Default)]
 struct Preceding {
     running: Ends,
@@ -154,8 +155,8 @@ struct Preceding {
 }
 
 impl Preceding {
-    /// Returns the time until at most `may_precede` of the sequences are left. Those that wait first take the free places. Each further one takes the
-    /// place of one that ends, for the time `answer`.
+    /// Returns the time until at most `may_precede` of the sequences have not ended. Waiting sequences take the free places first. Each further
+    /// waiting sequence takes the place of one that ends, and keeps it for the time `answer`.
     fn time_until(mut self, may_precede: u64, answer: Duration) -> Duration {
         let to_end = (count(&self.running) + count(&self.waiting)).saturating_sub(may_precede);
         let free = (may_precede + 1).saturating_sub(count(&self.running));
@@ -175,7 +176,7 @@ fn count(sequences: &Ends) -> u64 {
     sequences.iter().map(|(_, count)| count).sum()
 }
 
-/// Returns those of the sequences that end first, at most `max` of them, in the order of their ends.
+/// Returns the `max` sequences that end first, or all if there are fewer, in the order of their ends.
 fn first(mut sequences: Ends, mut max: u64) -> Ends {
     sequences.sort_unstable();
     for (_, count) in &mut sequences {
@@ -192,7 +193,7 @@ mod tests {
 
     const PACE: AnswerPace = AnswerPace { answer: Duration::from_secs(2), token: Duration::from_millis(10) };
 
-    /// An answer of 200 tokens, which runs for this number of seconds already.
+    /// Returns an answer that is expected to have 200 tokens and has been running for `took` seconds; `None`: it waits.
     fn answer(account: &str, took: Option<u64>, now: Instant) -> BookedAnswer {
         let length = Length { expected: 200.0, min: 0, max: 5_000 };
         let since = took.map(|took| now - Duration::from_secs(took));
@@ -230,17 +231,17 @@ mod tests {
         let queue: Vec<_> = two.into_iter().chain((0..3).map(|_| answer("a", None, now))).collect();
         // The places become free after 1 and 2 s, and again after 3 and 4 s.
         assert_eq!(wait(places(2, 5), &queue, "a", PACE, now), 4.0);
-        // The queue fills the free places first. The first of the five ends after a second.
+        // Waiting answers fill the free places first. The first of the five then running ends after a second.
         assert_eq!(wait(places(5, 5), &queue, "a", PACE, now), 1.0);
         assert_eq!(wait(places(6, 5), &queue, "a", PACE, now), 0.0);
     }
 
     #[test]
-    fn answers_that_do_not_end_are_expected_to_run_for_longer_and_longer() {
+    fn overdue_answers_are_expected_to_run_for_longer_and_longer() {
         let now = now();
         let full = |took| [answer("a", Some(took), now), answer("a", Some(took), now)];
         let waits = [2, 10, 20, 45].map(|took| wait(places(2, 2), &full(took), "a", PACE, now));
-        // At 10 ms a token, the limit of 5,000 tokens is reached after 50 s.
+        // At 10 ms per token, the limit of 5,000 tokens is reached after 50 s.
         assert_eq!(waits, [0.0, 8.0, 18.0, 5.0]);
         assert_eq!(wait(places(2, 2), &full(60), "a", PACE, now), 58.0, "slower than others");
         assert_eq!(wait(places(2, 2), &full(7), "a", AnswerPace::default(), now), 7.0, "nothing is measured yet");
@@ -250,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn account_waits_for_as_many_answers_of_another_account_as_of_its_own() {
+    fn request_competes_with_as_many_answers_of_another_account_as_of_its_own() {
         let now = now();
         let busy: Vec<_> = (0..8).map(|_| answer("a", Some(100), now)).collect();
         assert_eq!(wait(places(8, 8), &busy, "b", PACE, now), 0.0, "the account has its share of the places");
@@ -259,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn request_waits_for_memory() {
+    fn request_without_enough_blocks_waits_until_answers_end() {
         let now = now();
         let booked = [answer("a", Some(0), now), answer("a", Some(1), now)];
         let room = Room { running: 2, in_use_blocks: 100, available_blocks: 9, ..places(64, 2) };
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn further_samples_of_other_requests_delay_a_request_only_if_they_do_not_yield() {
+    fn further_samples_of_other_requests_delay_a_request_only_if_the_engine_does_not_preempt_them() {
         let now = now();
         let mut booked: Vec<_> = (0..10).map(|_| answer("a", Some(0), now)).collect();
         booked.iter_mut().for_each(|answer| answer.samples = 128);
@@ -280,7 +281,7 @@ mod tests {
         assert_eq!(wait(yields, &booked, "a", PACE, now), 0.0);
         let places = Room { sequences_max: 10, ..yields };
         assert_eq!(wait(places, &booked, "a", PACE, now), 2.0, "the first samples of ten requests fill ten places");
-        // Of 1,280 running sequences, 1,270 are further samples, so as many blocks can be had.
+        // Of 1,280 running sequences, 1,270 are further samples. Their 1,270 blocks become available if they are preempted.
         let running = Room { running: 1_280, in_use_blocks: 1_280, wanted_blocks: 1_271, ..yields };
         assert_eq!(wait(running, &booked, "a", PACE, now), 2.0);
         assert_eq!(wait(Room { wanted_blocks: 1_270, ..running }, &booked, "a", PACE, now), 0.0);

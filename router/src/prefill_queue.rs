@@ -1,23 +1,23 @@
 //! The requests that wait on one worker for their first tokens, and the speed at which this queue moves.
 //!
 //! The speed is measured, so it includes everything that limits the worker: its device, its places, its blocks, and the worker that decodes.
-//! A queue shows what a worker can do only while the worker has more work than it can do: in periods at whose end some of the requests still
-//! wait that waited at the beginning. In other periods the worker can do at least what it did.
+//! A period shows the worker's full speed only if work was waiting all the time: if some of the requests that waited at the beginning still wait
+//! at the end. Other periods show only a lower bound of the speed.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use tandem_kv::Priority;
 use tokio::time::Instant;
 
-/// The work that a request is counted with in addition to its new prompt tokens: about what a step costs besides its tokens.
+/// The work of a request in addition to its new prompt tokens: about the fixed cost of a step, in tokens.
 const REQUEST_TOKENS: u64 = 64;
-/// The shortest period over which the speed is measured. The speed of a queue in which requests wait for less than that is not known.
+/// The shortest period over which the speed is measured. If requests wait for less than that, the speed of their queue is not known.
 const PERIOD_MIN: Duration = Duration::from_secs(1);
-/// The age at which a period counts half as much as the latest one.
+/// The age at which a period has half the weight of the latest one in the measured speed.
 const HALF_LIFE: Duration = Duration::from_secs(10);
 /// The age at which a measured speed is not used any more.
 const SPEED_MAX_AGE: Duration = Duration::from_secs(60);
 
-/// One request in a queue. The default is in no queue.
+/// One request in a queue. The default entry stands for a request that is in no queue.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct QueueEntry {
     account: Arc<str>,
@@ -26,7 +26,7 @@ pub(crate) struct QueueEntry {
 }
 
 impl QueueEntry {
-    /// Returns the request of this account and priority whose prompt has this number of new tokens.
+    /// Returns the entry of a request with `new_tokens` prompt tokens to compute.
     pub(crate) fn new(account: Arc<str>, priority: Priority, new_tokens: u64) -> Self {
         Self { account, priority, work: new_tokens + REQUEST_TOKENS }
     }
@@ -35,11 +35,11 @@ impl QueueEntry {
 /// The requests that wait on the worker that prefills them.
 #[derive(Debug)]
 pub(crate) struct PrefillQueue {
-    /// The work of the waiting requests by priority and account. Each entry has some.
+    /// The work of the waiting requests by priority and account. Every entry has at least one request.
     waiting: BTreeMap<(Priority, Arc<str>), Equals>,
     period: SpeedPeriod,
-    /// Time at which a request last got its first token, at which the worker last reported that it prefills, or at which the first of the queue joined
-    /// it.
+    /// The time of the latest sign of progress: a request got its first token, the worker reported that it prefills, or a request joined the empty
+    /// queue.
     moved_at: Instant,
     /// The measured speed, and when it was measured; `None` until then.
     speed: Option<(Speed, Instant)>,
@@ -52,14 +52,14 @@ struct Equals {
     work: u64,
 }
 
-/// The waiting requests that a worker would serve after one more request.
+/// The waiting requests that a worker would serve after a request that joins the queue now.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Behind {
-    /// The number of those of equal rank.
+    /// The number of these requests that have the same rank as the new one.
     pub(crate) requests: usize,
-    /// Their part of the queue's work.
+    /// The part of the queue's work that these `requests` have.
     pub(crate) share: f64,
-    /// The part of the queue's work that the request outranks.
+    /// The part of the queue's work that belongs to requests which the new one outranks.
     pub(crate) outranked: f64,
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct Behind {
 #[derive(Debug)]
 struct SpeedPeriod {
     since: Instant,
-    /// All work that waited at the beginning.
+    /// The work of all requests that waited at the beginning of the period.
     at_first: u64,
     /// The work of the requests that got their first token.
     served: u64,
@@ -75,7 +75,7 @@ struct SpeedPeriod {
     left: u64,
 }
 
-/// Work, and the time that it took. Both are sums in which older periods count less.
+/// Work, and the time that it took: sums over periods, in which older periods have less weight.
 #[derive(Clone, Copy, Debug, Default)]
 struct Speed {
     work: f64,
@@ -149,7 +149,8 @@ impl PrefillQueue {
             self.at_least(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
             self.begin_period(now);
         } else if served * 2 >= at_first {
-            // A request counts when it leaves, although part of its work was done before. Half of the queue is enough for this not to matter.
+            // All work of a request is counted when the request leaves, although part of it was done earlier. The error is small once half of the
+            // queue has been served.
             self.measure(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
             self.begin_period(now);
         }
@@ -161,9 +162,9 @@ impl PrefillQueue {
         (now.duration_since(measured) <= SPEED_MAX_AGE).then(|| speed.per_second())
     }
 
-    /// Returns how long `request` would wait if it joined the queue and the queue had this speed. It waits for all work that outranks it, for all work
-    /// of its account that it does not outrank, and for as much of every other account of its rank, because workers serve these in turn. If the queue
-    /// has not moved for some time, it is expected not to move for as long again, at least for those that would stand behind others.
+    /// Returns how long `request` would wait if it joined the queue and the queue had this speed. It waits for all work that outranks it, for all
+    /// work of its account that it does not outrank, and for as much work of every other account of its rank, because workers serve accounts in turn.
+    /// If the queue has made no progress for some time, a request with work before it is expected to wait for at least as long again.
     pub(crate) fn wait(&self, request: &QueueEntry, speed: f64, now: Instant) -> Duration {
         let (mut ahead, mut own, mut others) = (0, 0, BTreeMap::<&str, u64>::new());
         for ((priority, account), Equals { work, .. }) in &self.waiting {
@@ -183,8 +184,8 @@ impl PrefillQueue {
         Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX).max(still)
     }
 
-    /// Returns which of the waiting requests are served after one more, of this account and priority and with so many new tokens: those that it outranks
-    /// and, if the worker computes short prompts first (`shortest_first`), those of equal rank with more work.
+    /// Returns which waiting requests would be served after a new request: those that the new one outranks and, if the worker computes short prompts
+    /// first (`shortest_first`), those of equal rank with more work.
     pub(crate) fn behind(&self, account: &str, priority: Priority, new_tokens: u64, shortest_first: bool) -> Behind {
         let (mut requests, mut behind, mut outranked, mut all) = (0, 0, 0, 0);
         for ((of, owner), Equals { each, work }) in &self.waiting {
@@ -216,7 +217,7 @@ impl PrefillQueue {
         self.period = SpeedPeriod { since: now, at_first: self.work(), served: 0, left: 0 };
     }
 
-    /// Takes the speed of a period in which there was always work.
+    /// Adds a period in which work was always waiting to the measured speed.
     fn measure(&mut self, speed: Speed, now: Instant) {
         let (before, measured) = self.speed.unwrap_or((Speed::default(), now));
         let kept = (-now.duration_since(measured).as_secs_f64() / HALF_LIFE.as_secs_f64()).exp2();
@@ -224,7 +225,7 @@ impl PrefillQueue {
         self.speed = Some((Speed { work: before.work * kept + work, seconds: before.seconds * kept + seconds }, now));
     }
 
-    /// Takes the speed of a period in which there may have been no work for some time. It raises a known speed.
+    /// Raises the measured speed, if there is one, to the speed of a period in which no work may have been waiting for some time.
     fn at_least(&mut self, speed: Speed, now: Instant) {
         if self.speed.is_some_and(|(known, _)| known.per_second() < speed.per_second()) {
             self.speed = Some((speed, now));
@@ -258,7 +259,7 @@ mod tests {
         queue
     }
 
-    /// One request leaves every `every`, and another joins. Returns the time at the end.
+    /// Lets one request leave and another one join `requests` times, at intervals of `every`. Returns the time at the end.
     fn keeps_moving(queue: &mut PrefillQueue, requests: u32, every: Duration, left: Departure, start: Instant) -> Instant {
         for number in 1..=requests {
             let now = start + every * number;
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn request_waits_for_the_line_before_it_at_the_measured_speed() {
+    fn estimated_wait_is_the_queued_work_at_the_measured_speed() {
         let start = Instant::now();
         let mut queue = queue(40, start);
         assert_eq!(wait(&queue, "a", start), None, "nothing is known before the queue has moved");
@@ -292,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn request_waits_for_as_long_as_its_line_has_not_moved() {
+    fn estimated_wait_is_at_least_the_time_since_the_queue_last_moved() {
         let start = Instant::now();
         let mut queue = queue(40, start);
         let now = keeps_moving(&mut queue, 60, Duration::from_millis(100), Departure::Served, start);
@@ -309,9 +310,9 @@ mod tests {
     }
 
     #[test]
-    fn line_without_a_backlog_measures_nothing() {
+    fn queue_without_a_backlog_has_no_measured_speed() {
         let start = Instant::now();
-        // Three requests wait for 0.3 s each: the worker could perhaps serve many more.
+        // Three requests wait for 0.3 s each. The worker could perhaps serve many more, so its speed is not known.
         let mut short = queue(3, start);
         let now = keeps_moving(&mut short, 200, Duration::from_millis(100), Departure::Served, start);
         assert_eq!(wait(&short, "a", now), None);
@@ -319,7 +320,7 @@ mod tests {
         let mut abandoned = queue(40, start);
         let now = keeps_moving(&mut abandoned, 200, Duration::from_millis(100), Departure::Abandoned, start);
         assert_eq!(wait(&abandoned, "a", now), None);
-        // Short prompts pass a long one, which the worker computes meanwhile. What they take says little about the worker.
+        // Short prompts overtake a long one, which the worker computes meanwhile. Their speed says little about the worker's.
         let mut passed = PrefillQueue::new(start);
         passed.join(&request("a", 100_000), start);
         for number in 1..=20 {
@@ -331,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn account_waits_for_as_much_of_other_accounts_as_of_its_own() {
+    fn request_waits_for_as_much_work_of_another_account_as_of_its_own() {
         let start = Instant::now();
         let mut queue = queue(40, start);
         let now = keeps_moving(&mut queue, 60, Duration::from_millis(100), Departure::Served, start);
@@ -381,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn shorter_prompts_of_equal_rank_are_served_first_where_the_engine_does_so() {
+    fn shorter_prompts_of_equal_rank_precede_only_if_the_engine_computes_them_first() {
         let now = Instant::now();
         let mut queue = PrefillQueue::new(now);
         [("a", 500), ("a", 3_000), ("b", 6_500)].into_iter().for_each(|(of, tokens)| queue.join(&request(of, tokens), now));
@@ -394,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn line_is_empty_when_all_requests_have_left() {
+    fn queue_is_empty_when_all_requests_have_left() {
         let start = Instant::now();
         let mut queue = queue(3, start);
         queue.join(&QueueEntry::default(), start);

@@ -2,8 +2,8 @@
 //! excludes a worker forever.
 //!
 //! A worker that receives no prompts measures nothing. So a low measured rate could keep prompts from a worker forever. Three rules prevent
-//! this. The older a measurement is, the less it counts, and the more the mean of all workers counts instead. Small differences are
-//! ignored: even equal workers measure different rates, depending on the prompts that they receive. A worker without a measurement is
+//! this. The weight of a measurement decreases with its age, in favour of the mean of all workers. Small differences are ignored: even
+//! equal workers measure different rates, depending on the prompts that they receive. A worker without a measurement is
 //! assumed to have the mean rate. Means are geometric: half as fast and twice as fast are equally far from the mean, and one absurd value
 //! changes it little.
 
@@ -19,8 +19,8 @@ pub struct Measurement {
     pub weight: f64,
 }
 
-/// The logarithms of the values that a worker has measured; `None` for a value that it has not. They are computed when the worker reports,
-/// and not for each placement.
+/// The logarithms of the values that a worker has measured; `None` for a value that it has not measured. They are computed once for each report of
+/// the worker, not for each placement.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MeasuredLogs {
     pub prefill_tokens_per_second: Option<f64>,
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_measurement_falls_back_to_the_mean_then_to_the_default() {
+    fn rate_of_a_worker_without_a_measurement_is_the_mean_or_else_the_default() {
         let mean = MeanRate::of([measured(100.0, 0), measured(10_000.0, 0)].into_iter(), 7.0);
         assert!((mean.for_worker(None) - 1_000.0).abs() < 1e-6);
         let none = MeanRate::of(std::iter::empty(), 7.0);

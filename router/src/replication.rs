@@ -1,8 +1,8 @@
 //! Replication of bookings between routers: first the full state, then every change, in messages numbered without gaps.
 //!
-//! This module is pure and independent of how messages travel. A change carries the booking's current record, or says that the booking has
-//! ended. So a receiver may apply a change twice, or receive only the later of two changes. Each message states which range of the sender's
-//! journal it covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
+//! This module has no I/O. A change carries the booking's current record, or says that the booking has ended. So it does no harm if a receiver
+//! applies a change twice, or receives only the later of two changes. Each message states which range of the sender's journal it covers. A receiver
+//! that has missed a message detects the gap at the next message and requests the full state again.
 
 use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
@@ -17,8 +17,8 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps. They take half a megabyte, and cover a minute at 300 requests per second. A receiver that
-/// has missed older changes gets the full state.
+/// The number of latest changes that the journal keeps: half a megabyte, a minute at 300 requests per second. A receiver that has missed older
+/// changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
@@ -76,7 +76,7 @@ pub(crate) struct BookingRecord {
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.
     pub(crate) hashes: Arc<[SequenceHash]>,
-    /// The number of tokens that the answer is expected to have, of all samples together.
+    /// The expected number of tokens of the answer, all samples together.
     pub(crate) answer_tokens: u64,
     /// The number of sequences that the request generates.
     pub(crate) samples: u32,
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn change_journal_is_bounded_and_reports_that_changes_are_missing() {
+    fn change_journal_is_bounded_and_detects_that_a_peer_has_missed_changes() {
         let mut journal = Journal::default();
         let since = |journal: &Journal, after| journal.since(after).map(|ids| ids.map(|id| id.0).collect::<Vec<_>>());
         assert_eq!(since(&journal, 0), Some(vec![]));
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn booking_records_round_trip_and_gaps_and_other_instances_are_detected() {
+    fn booking_records_round_trip_and_a_gap_or_a_restarted_peer_is_detected() {
         let mut receiver = PeerReceiver::new(10);
         let changes = |router, after, last_change_id| {
             let bookings = vec![change(5, Some(record(4))), change(6, None)];

@@ -32,8 +32,8 @@ use tonic::{Request, Response, Status, Streaming};
 const BATCH_DELAY: Duration = Duration::from_millis(5);
 /// Interval of messages to a peer while nothing changes.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a router without peers places no request while listed workers have not answered. Workers answer within milliseconds; a request
-/// that is placed without them would be computed again, on the few workers that have joined. Half of the time for which frontends wait.
+/// For this time after its start, a router without peers places no request while listed workers have not answered. Workers answer within
+/// milliseconds, and a request placed without them could not use what they have cached. This is half of the time for which frontends wait.
 const ALONE_WAIT: Duration = Duration::from_secs(1);
 
 /// The gRPC service `Router`. Cheap to clone.
@@ -42,10 +42,10 @@ pub(crate) struct RouterService {
     pub(crate) cluster: Arc<Cluster>,
     /// The key with which the addresses in placements are signed.
     pub(crate) key: ClusterKey,
-    /// When the router has started.
+    /// The time at which the router started.
     pub(crate) since: Instant,
     pub(crate) shutdown: Shutdown,
-    /// Cancelled when this router drains and no other router is left that could book its requests.
+    /// Cancelled when this router drains and is connected to no other router that could book its requests.
     pub(crate) released: CancellationToken,
 }
 
@@ -139,8 +139,8 @@ impl RouterService {
         fits.map_err(|difference| Status::failed_precondition(format!("the {peer} belongs to another cluster: {difference}")))
     }
 
-    /// Refuses to place requests while this router is starting, because it does not know all workers' caches yet. A router without peers,
-    /// for which requests wait, does so for [`ALONE_WAIT`] at most.
+    /// Refuses to place requests while this router is starting, because it does not know all workers' caches yet. A router without peers refuses them
+    /// for [`ALONE_WAIT`] at most, because no other router could place them.
     fn check_ready(&self) -> Result<(), Status> {
         let is_alone = matches!(&self.cluster.settings.peers, MemberSource::List(list) if list.is_empty());
         match self.cluster.lock().starting_reason() {
@@ -240,9 +240,9 @@ struct Route {
     requests: Streaming<RouteRequest>,
     draining_announced: bool,
     traceparent: String,
-    /// The request. Its limit on the wait is removed when it is placed, because only the first placement may be refused.
+    /// The request. Its `max_wait` is removed when it is placed, because only the first placement may be refused for its wait.
     request: PlacementRequest,
-    /// The limit with which the request came.
+    /// The request's original limit on the wait in the queue.
     max_wait: Option<Duration>,
     /// Whether the request has waited in the queue for its whole limit, and has been placed again.
     has_waited: bool,
@@ -289,7 +289,7 @@ impl Route {
         }
     }
 
-    /// Places the request. Its previous booking, if any, is released first, so that it does not count in the cost.
+    /// Places the request. Its previous booking, if any, is released first, so that the booking's load adds no cost.
     fn place(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
         let mut state = self.service.cluster.lock();
@@ -301,7 +301,7 @@ impl Route {
         self.reply(placed)
     }
 
-    /// Places a request that has waited in the queue for its whole limit where it hardly waits, but only once; refuses it otherwise.
+    /// Places a request again that has waited in the queue for its whole limit, on a worker without a queue, but only once; otherwise refuses it.
     fn place_at_once(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
         let mut state = self.service.cluster.lock();

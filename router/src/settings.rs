@@ -22,7 +22,7 @@ pub struct RouterSettings {
     /// The gRPC addresses of the other routers, with which this router exchanges bookings. A router with peers places no request before it
     /// has synchronised with its workers; until then its peers can place requests. Its own address in the list is ignored.
     pub peers: MemberSource,
-    /// The identity on which all processes must agree, such as model and block size. Empty fields are taken from the first worker that
+    /// The identity on which all processes must agree, such as model and block size. Empty fields get the values of the first worker that
     /// joins.
     pub identity: Identity,
     /// The policy that chooses workers.
@@ -124,8 +124,8 @@ pub struct Costs {
     /// blocks are assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all caches before
     /// any of them overflows.
     pub displaced_weight: f64,
-    /// How many milliseconds of first tokens a millisecond is worth by which an answer is delayed that has begun. Default 0.7: a pause within an answer
-    /// is a smaller delay for its reader than a late first token.
+    /// The cost of a delay of an answer that has begun, relative to an equal delay of a first token. Default 0.7: readers mind a pause within an
+    /// answer less than a late first token.
     pub answer_preference: f64,
     /// The assumed duration of an answer in milliseconds, until the router has measured one. It determines how long a prompt waits for
     /// blocks that running answers must release. Default 5 s: some hundred tokens of ten milliseconds each, and more.

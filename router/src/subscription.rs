@@ -19,7 +19,7 @@ const LATE_MAX: Duration = Duration::from_secs(1);
 /// What a message changes in the known content of the worker's cache.
 #[derive(Debug, PartialEq)]
 pub(crate) enum CacheUpdate {
-    /// The message changes nothing yet.
+    /// There is no change to apply yet.
     None,
     /// The snapshot replaces the known content of the worker's cache.
     Snapshot(Snapshot),
@@ -185,7 +185,7 @@ impl KvSubscription {
         Ok(CacheUpdate::Batch { batch: Box::new(batch), stats, sent_unix_us })
     }
 
-    /// Accepts that an announced event has not arrived, as long as the event may be late. After [`LATE_MAX`] it counts as a gap.
+    /// Accepts that an announced event has not arrived yet. After [`LATE_MAX`] the event is treated as lost, which is a gap.
     fn wait_for(&mut self, announced: u64, applied: u64, now: Instant) -> Result<(), SubscriptionError> {
         let (_, since) = *self.awaited.get_or_insert((announced, now));
         let is_late = self.source == EventRoute::Direct || now.duration_since(since) >= LATE_MAX;
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn message_of_another_instance_or_without_a_field_is_refused() {
+    fn message_of_another_instance_or_with_a_missing_field_is_refused() {
         let other = || KvEventBatch { instance_id: "j".to_owned(), ..batch(0, &[]) };
         let cases = [
             (WatchReply { message: None }, SubscriptionError::Wire(WireError::Missing { field: "message" })),
@@ -284,7 +284,7 @@ mod tests {
         let after = |ms| start + Duration::from_millis(ms);
         assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(CacheUpdate::None));
         snapshot_at(&mut subscription, 4);
-        // The stream is ahead of NATS: its load counts, and the events may still arrive.
+        // The stream is ahead of NATS: its load is applied, and the announced events may still arrive.
         let ahead = KvEventBatch { load: Some(Load { running_sequences: 7, ..Default::default() }), ..batch(6, &[]) };
         assert_eq!(ids(subscription.take(on_stream(ahead), start)), [0_u64; 0]);
         let Ok(CacheUpdate::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900))

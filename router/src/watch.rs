@@ -11,10 +11,10 @@ use tandem_proto::channel::{Channel, Network};
 use tokio::time::{sleep, timeout};
 use tonic::{Status, transport::Endpoint};
 
-/// The first pause between attempts: short enough for a process that starts together with the router.
+/// The first pause between attempts to connect: short, because a process may be starting together with the router.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 
-/// The longest pause between attempts. A process that returns is found within this time. Attempts at this interval cost almost nothing.
+/// The longest pause between attempts to connect. A restarted process is found within this time. Attempts at this interval cost almost nothing.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// The pause after an address turned out to be this router's own. The address is tried again, because another router may have it some day.
@@ -54,7 +54,7 @@ impl RemoteProcess {
         Ok(self.network.connect(&self.endpoint).await?)
     }
 
-    /// Waits for an answer of the process, for at most `silence_max`.
+    /// Waits for an answer of the remote process, for at most `silence_max`.
     pub(crate) async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, ConnectionEnd> {
         let silence_max = self.cluster.settings.silence_max;
         timeout(silence_max, answer).await.map_err(|_| ConnectionEnd::Silent(silence_max))
@@ -64,7 +64,7 @@ impl RemoteProcess {
 /// The reason why a connection was lost, in words.
 pub(crate) struct Reason {
     pub(crate) text: String,
-    /// Whether it differs from the last one since the connection worked.
+    /// Whether this reason differs from that of the previous failed attempt, or the connection has worked in the meantime.
     pub(crate) is_new: bool,
 }
 
@@ -92,7 +92,7 @@ pub(crate) trait Watch {
             let pause = if matches!(lost, ConnectionEnd::Itself) { ITSELF_PAUSE } else { backoff.next_delay() };
             tokio::select! {
                 () = sleep(pause) => {}
-                // The worker that left may be the reason why this one cannot join, such as one with the same id.
+                // A worker that leaves may have been the reason why this one could not join, for example because both have the same id.
                 Ok(()) = departures.changed(), if matches!(lost, ConnectionEnd::Incompatible(_)) => {}
             }
         }
@@ -140,12 +140,12 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn worker_with_a_taken_id_joins_at_once_when_the_member_with_that_id_leaves() {
+    async fn worker_with_a_duplicate_id_joins_at_once_when_the_other_worker_leaves() {
         let cluster = Arc::new(Cluster::new(RouterSettings::default(), Metrics::default()));
         let old = cluster.lock().join_empty(instance("old")).expect("the id is free");
         let (joined, mut joins) = unbounded_channel();
         let leaving = async {
-            // By now the pauses between the tries have their full length.
+            // By now the pauses between the attempts have reached `PAUSE_MAX`.
             sleep(Duration::from_secs(10)).await;
             cluster.leave(old);
             let left_at = Instant::now();

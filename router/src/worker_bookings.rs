@@ -1,8 +1,8 @@
 //! The load that placed requests add to one worker before the worker's own reports include them.
 //!
-//! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until the booking
-//! is released. So it is never counted in addition to the worker's own report. The expected length of its answer, which no worker knows,
-//! counts until the booking is released.
+//! Invariants: a request's load is added from its placement until the worker reports that its load includes the request, or until the booking
+//! is released. So a request is never counted twice. The expected length of its answer, which no worker knows, is added until the booking is
+//! released.
 
 use crate::places::BookedAnswer;
 use std::collections::{BTreeMap, VecDeque};
@@ -44,7 +44,7 @@ pub(crate) struct WorkerBookings {
     pub(crate) tokens: u64,
     /// The number of sequences that the worker's report does not include yet.
     pub(crate) sequences: u64,
-    /// The number of tokens that the answers of all booked requests are expected to have, reported or not.
+    /// The expected number of tokens of the answers of all booked requests, whether the worker has reported these requests or not.
     pub(crate) answer_tokens: u64,
 }
 
@@ -62,7 +62,7 @@ impl WorkerBookings {
         assert!(before.is_none(), "a booking is made once on a worker");
     }
 
-    /// Records that the worker's report now includes the request, so the request's load does not count here any more.
+    /// Records that the worker's report now includes the request, so the request's load is not added any more.
     pub(crate) fn on_included(&mut self, request_id: &str) {
         let request_id = RequestId::from(request_id);
         if self.included.len() == INCLUDED_MAX {
@@ -92,7 +92,7 @@ impl WorkerBookings {
         (self.tokens, self.sequences) = (0, 0);
     }
 
-    /// Records that the booking's prompt has been prefilled: its tokens do not count any more, but its sequences do.
+    /// Records that the booking's prompt has been prefilled: its tokens are removed from the load, its sequences remain.
     pub(crate) fn on_prefilled(&mut self, key: &BookingKey) {
         if let Some(load) = self.unreported.get_mut(key) {
             self.tokens -= std::mem::take(&mut load.tokens);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn booked_load_counts_until_the_worker_reports_it_and_the_answer_until_its_end() {
+    fn booked_load_is_added_until_reported_and_the_expected_answer_until_released() {
         let mut bookings = WorkerBookings::default();
         let answer = |expected, samples| {
             let length = Length { expected, ..Length::default() };

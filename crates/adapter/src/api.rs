@@ -65,7 +65,7 @@ pub(crate) struct Exported {
 pub(crate) struct AnswerChunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
-    /// Tokens that the engine found in its prefix cache, if it reports them before its answer ends.
+    /// The number of tokens that the engine found in its prefix cache, if it reports this number before its answer ends.
     pub counted: Option<u32>,
     /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<EngineUsage>,

@@ -1,11 +1,11 @@
-//! Measures the load of an external engine, which does not report it: the queued and submitted requests, and the rates of prefill and decode.
+//! Measures the load of an external engine, which reports none: the queued and submitted requests, and the rates of prefill and decode.
 
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::Load;
 use tokio::{sync::Notify, time::Instant};
 
-/// Minimum number of computed tokens of a prompt from which the prefill rate is measured. With fewer tokens, other costs dominate the time.
+/// The prefill rate is measured only with prompts of which at least this many tokens were computed. With fewer, other costs dominate the time.
 const MEASURED_TOKENS_MIN: usize = 256;
 
 /// The weight of a new measurement in a moving average.

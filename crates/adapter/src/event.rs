@@ -14,7 +14,7 @@ pub enum EngineHash {
 /// A change of an engine's prefix cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EngineEvent {
-    /// Blocks were stored. An engine that holds the same content in two blocks reports both.
+    /// Blocks were stored. An engine that holds the same content in two blocks reports each of them.
     Stored(BlocksStored),
     /// Blocks were dropped. An engine that holds the same content in two blocks reports the removal of each.
     Removed(BlocksRemoved),

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn error_without_its_body_is_known_by_its_status() {
+    async fn http_status_alone_determines_the_failure_if_the_body_is_missing() {
         let long = format!(r#"{{"error":{{"message":"{}"}}}}"#, "x".repeat(ANSWER_MAX));
         let silent = String::new();
         for body in [long, silent] {

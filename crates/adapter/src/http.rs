@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum size of a whole answer and of one event of a streamed answer, in bytes. The longest are the metrics of a server with many ranks.
+/// Maximum size of an answer that is not streamed, and of one event of a stream, in bytes. The longest are the metrics of a server with many ranks.
 pub(crate) const ANSWER_MAX: usize = 4 << 20;
 
 /// The reason why a client cannot be made.
@@ -78,8 +78,8 @@ impl EngineHttp {
         self.http.host()
     }
 
-    /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived. If the server refuses the key and the key's file
-    /// has a new one, the request is sent again.
+    /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived. If the server refuses the key and the key's
+    /// file has a new one, the request is sent again.
     ///
     /// # Errors
     /// Fails if the server cannot be reached, or if the connection is lost.
@@ -120,7 +120,7 @@ impl EngineHttp {
         self.http.send(method, path, all, json).await
     }
 
-    /// Sends a request and reads the whole answer.
+    /// Sends a request and reads the complete answer.
     ///
     /// # Errors
     /// Fails if the server cannot be reached, if the connection is lost, or if the answer is longer than [`ANSWER_MAX`] or not complete within `limit`.
@@ -163,7 +163,7 @@ pub(crate) mod testing {
         serve_heads(move |head| answer(head.split(' ').nth(1).unwrap())).await
     }
 
-    /// Does the same, but `answer` has the whole head of a request.
+    /// Starts a server as [`serve`] does, but passes the complete head of each request to `answer`.
     #[allow(clippy::disallowed_methods, reason = "the end of the test's runtime ends the task")]
     pub(crate) async fn serve_heads(mut answer: impl FnMut(&str) -> (u16, usize, String) + Send + 'static) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -233,12 +233,12 @@ mod tests {
             assert_eq!(status().await, StatusCode::UNAUTHORIZED, "{unusable:?}");
         }
         write("second\n");
-        // Both are refused, and only the first one finds that the file has changed.
+        // The server refuses both requests, and only the first of them finds that the file has changed.
         assert_eq!(tokio::join!(status(), status()), (StatusCode::OK, StatusCode::OK));
     }
 
     #[tokio::test]
-    async fn only_a_connection_that_breaks_may_be_the_end_of_the_server() {
+    async fn only_a_lost_connection_may_mean_that_the_server_has_ended() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let client = EngineHttp::new(&url, None, None).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_one_event_and_not_the_stream_is_limited() {
+    async fn size_of_one_event_is_limited_but_not_that_of_the_stream() {
         let event = format!("data: {}\n\n", "x".repeat(ANSWER_MAX / 2));
         let short = client(event.repeat(3)).await.send(Method::GET, "/", &[], None).await.unwrap();
         assert_eq!(events(short).filter(|event| std::future::ready(event.is_ok())).count().await, 3);

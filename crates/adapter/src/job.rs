@@ -1,4 +1,4 @@
-//! A job on an external engine: its task waits for a place in the engine, sends the job's requests to the engine and reports their events.
+//! A job on an external engine: its task waits for a slot in the engine, sends the job's requests to the engine and reports their events.
 
 use crate::{
     api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish},
@@ -260,11 +260,11 @@ struct SampleSet<'a> {
     /// Cancelled when the first sample has its first token. Only then are the other samples submitted, so that they find the prompt in the engine's
     /// cache.
     begun: CancellationToken,
-    /// Whether the first sample reports [`Event::Started`]. False if prompt logprobs were requested, because then the event was reported
-    /// before.
+    /// Whether the first sample reports [`Event::Started`]. If prompt logprobs were requested, the event was reported before the samples, so this
+    /// is false.
     reports_prompt: bool,
-    /// Whether the first sample reports how many tokens were cached. False if prompt logprobs were requested or the KV comes from another
-    /// worker. The counts of the other samples are not reported, because they include the blocks that the first sample has stored.
+    /// Whether the first sample reports the number of cached tokens: not if prompt logprobs were requested or the KV comes from another
+    /// worker. The numbers of the other samples are not reported, because they include the blocks that the first sample has stored.
     counts_prompt: bool,
 }
 
@@ -326,17 +326,17 @@ struct SampleRun<'a> {
     set: &'a SampleSet<'a>,
     sample: u32,
     is_first: bool,
-    /// Whether the sample's token is not reported.
+    /// Whether the sample's only token is not reported, because the client asked for 0 tokens.
     is_silent: bool,
     /// The request. Its tokens become those that the engine has computed.
     call: EngineCall,
     /// The number of tokens that the sample may still have.
     left: usize,
-    /// The time at which the lease of the KV ends that the engine pulls; `None`: it pulls none.
+    /// The time at which the lease of the KV that the engine pulls ends; `None` if it pulls no KV.
     lease_ends: Option<Instant>,
     is_aborted: bool,
     has_begun: bool,
-    /// The prompt's cached tokens, once the engine has reported them before its last message.
+    /// The number of the prompt's cached tokens, if the engine has reported it before its last message.
     counted: Option<u32>,
     last_token: Option<TokenId>,
     finish: Option<Finish>,
@@ -430,7 +430,7 @@ impl SampleRun<'_> {
         Ok(reason)
     }
 
-    /// Reports the prompt's cached tokens, if this sample is the one that does.
+    /// Reports the number of the prompt's cached tokens, if this sample is the one that reports it.
     async fn count(&self, tokens: Option<u32>) -> Result<(), JobEnd> {
         if !(self.is_first && self.set.counts_prompt) {
             return Ok(());

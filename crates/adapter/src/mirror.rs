@@ -11,7 +11,7 @@
 //!   the router's index needs them, even while an engine has dropped a block and kept its children.
 //! - A snapshot and the mirror's later events together give the blocks that are reported now.
 //!
-//! The mirror of an engine without usable events has assumed blocks instead ([`Mirror::assume_stored`]).
+//! If an engine publishes no KV events, its mirror holds the blocks that it is assumed to have cached ([`Mirror::assume_stored`]).
 
 mod assumed;
 mod blocks;
@@ -132,7 +132,7 @@ impl Mirror {
         })
     }
 
-    /// Returns the largest number of blocks that can be in the mirror.
+    /// Returns the maximum number of blocks in the mirror.
     pub fn cached_blocks_max(&self) -> u32 {
         let MirrorSettings { block_size, engine_block_size, device_blocks, engine_blocks_max, .. } = self.settings;
         let identified = engine_blocks_max.saturating_mul((engine_block_size / block_size) as usize);
@@ -150,8 +150,8 @@ impl Mirror {
         }
     }
 
-    /// Assumes that the engine has cached a sequence of tokens that it computed, for an engine without usable events. At most `device_blocks` blocks
-    /// are assumed. The least recently used ones are dropped first, children before their parents.
+    /// Assumes that an engine without KV events has cached a sequence of tokens that it computed. At most `device_blocks` blocks are assumed to be
+    /// cached. The least recently used ones are dropped first, children before their parents.
     pub fn assume_stored(&mut self, namespace: &Namespace, tokens: &[TokenId]) {
         let whole = tokens.len() - tokens.len() % self.settings.engine_block_size as usize;
         let hashes = self.sequence_hashes(namespace, &tokens[..whole]);
@@ -241,7 +241,7 @@ impl Mirror {
         }
     }
 
-    /// Returns the block at `index`, and removes it from `engine_blocks` if it is known. If the block is not routable, returns the counter
+    /// Returns the stored block at `index`, and removes it from `engine_blocks` if it is known. If the block is not routable, returns the counter
     /// of the reason instead.
     fn identify(&mut self, stored: &BlocksStored, index: usize, before: Before) -> Result<EngineBlock, &mut u64> {
         if let Some(block) = self.engine_blocks.remove(&stored.hashes[index]) {
@@ -315,7 +315,7 @@ impl EngineBlock {
         }
     }
 
-    /// Counts one block less in the tier. Changes nothing if the engine has not reported that it stored the block.
+    /// Counts one block less in the tier. Ignored if the engine has not reported that it stored the block.
     fn release(&mut self, tier: Tier, blocks: &mut MirrorBlocks) {
         let count = self.count(tier);
         let was_last = *count == 1;

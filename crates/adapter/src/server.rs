@@ -27,7 +27,7 @@ const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 /// Time limit of a health check. A check without an answer is followed by another one.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The number of consecutive failed checks after which the engine counts as ended.
+/// After this number of consecutive failed checks, the engine is treated as ended.
 const FAILED_CHECKS_MAX: u32 = 3;
 
 /// The shortest time between two reports of the load.
@@ -62,7 +62,7 @@ pub enum ConnectError {
     Endpoint(String),
 }
 
-/// The reason why the engine of an adapter counts as ended. A server that is started again is another instance.
+/// The reason why an adapter's engine is treated as ended. A restarted server is another instance.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineEnded {
     /// The server no longer answers.
@@ -111,7 +111,7 @@ pub(crate) struct ConnectedEngine {
     pub shared: Arc<AdapterState>,
     pub family: Option<Arc<str>>,
     pub instance: Instance,
-    /// The time without an answer to a health check and without progress after which the engine counts as hung.
+    /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
     /// Applies the engine's KV events until it has ended.
     pub events: BoxFuture<'static, EngineEnded>,
@@ -203,8 +203,8 @@ async fn publish_load(shared: &AdapterState) {
     }
 }
 
-/// Checks the engine's health until the engine has ended. A slow answer does not show that the engine hangs: its machine may be busy. So the engine counts
-/// as hung if for `silence_max` no check is answered and no request makes progress.
+/// Checks the engine's health until the engine has ended. A slow answer alone does not show a hang, because the machine may be busy. The engine is
+/// treated as hung if for `silence_max` no check is answered and no request makes progress.
 async fn check_health(
     server: &impl EngineServer,
     instance: &Instance,
@@ -303,7 +303,7 @@ mod tests {
         let url = serve(move |path| {
             let mut seen = seen.lock();
             seen.push(path.to_owned());
-            // The answers lack what a connection needs, so that the attempt ends.
+            // The answers lack fields that a connection needs, so that the attempt ends.
             let body = r#"{"data":[{"id":"m"}],"version":"1"}"#.to_owned();
             (if *seen == ["/health"] { 503 } else { 200 }, body.len(), body)
         })
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn engine_hangs_if_it_is_silent_for_long_and_makes_no_progress() {
+    async fn engine_is_treated_as_hung_if_it_is_silent_for_long_and_makes_no_progress() {
         let (server, engine_load) = (Silent(AtomicBool::new(true)), Arc::new(EngineLoad::default()));
         let (hung, is_hung) = watch::channel(false);
         let work = LoadShare::new(&engine_load, "a".to_owned(), 0, (1, 1));

@@ -1,4 +1,4 @@
-//! The state that all jobs of an adapter share: the mirror of the engine's cache, the places in the engine, and the load.
+//! The state that all jobs of an adapter share: the mirror of the engine's cache, the slots in the engine, and the load.
 
 use crate::{
     api::EngineCall,
@@ -23,7 +23,7 @@ pub(crate) struct AdapterState {
     pub info: EngineInfo,
     pub slots: Arc<Slots>,
     pub engine_load: Arc<EngineLoad>,
-    /// Whether the mirror is filled from the requests that were routed to this worker, because the engine reports no usable events.
+    /// Whether the mirror is filled from the requests that were routed to this worker, because the engine publishes no KV events.
     pub approximate: bool,
     pub cached_blocks_max: u32,
     mirror: Mutex<Mirror>,
@@ -47,8 +47,8 @@ impl Tiers {
         ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
     }
 
-    /// Divides the number of cached tokens that the engine reported, of which at most those of the prompt count, between the tiers. If blocks on
-    /// the device were followed by blocks in the host's memory, all cached tokens beyond the device's blocks came from the host's memory.
+    /// Divides the cached tokens that the engine reported, at most as many as the prompt has, between the tiers. If blocks on the device were
+    /// followed by blocks in the host's memory, all cached tokens beyond the device's blocks came from the host's memory.
     pub fn split(&self, tokens: u32) -> CachedTokens {
         let tokens = tokens.min(self.prompt_tokens);
         let host =

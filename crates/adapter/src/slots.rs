@@ -14,20 +14,21 @@ pub(crate) struct SlotLimits {
     pub running: usize,
     /// Maximum number of KV blocks that the prompts of all requests in the engine may need together. A request that needs more runs alone.
     pub blocks: u64,
-    /// The maximum number of requests that may wait for a place in the engine.
+    /// The maximum number of requests that may wait for a slot in the engine.
     pub waiting: usize,
 }
 
 /// One of this many requests is submitted in the order of arrival, whatever its priority, so that no request starves.
 const OLDEST_EVERY: u64 = 8;
 
-/// Requests between which places rotate by account: those that rank equally across accounts. The number is that rank.
+/// A flow: the requests of one account with equal rank across accounts. The fields are this rank, of which lower values are served earlier, and the
+/// account.
 type SlotFlow = (i32, Arc<str>);
 /// The order in which a flow's requests are submitted: by priority within the account, then by arrival.
 type SlotOrder = (i32, u64);
 
-/// Decides which request is submitted next: of the flows of the best rank, the one with the fewest requests in the engine is next. In addition, the
-/// oldest request is next once in [`OLDEST_EVERY`] times.
+/// Decides which request is submitted next: one of the flow with the fewest requests in the engine, among the flows that no other flow outranks. One
+/// of [`OLDEST_EVERY`] submitted requests is the oldest one instead.
 pub(crate) struct Slots {
     limits: SlotLimits,
     state: Mutex<SlotState>,
@@ -108,7 +109,7 @@ impl Slots {
         (state.running, state.waiting)
     }
 
-    /// Grants places to waiting requests while there are free places.
+    /// Grants slots to waiting requests while there are free slots.
     fn grant(self: &Arc<Self>) {
         loop {
             let granted = {
@@ -130,7 +131,7 @@ impl SlotState {
         self.running == 0 || (self.running < limits.running && self.blocks + blocks <= limits.blocks)
     }
 
-    /// Removes the next request from the queue and returns it; `None` if the queue is empty or there is no place for the request.
+    /// Removes the next request from the queue and returns it; `None` if the queue is empty or the request does not fit into the limits.
     fn next(&mut self, limits: &SlotLimits) -> Option<(SlotFlow, SlotWaiter)> {
         let (flow, turn) = if (self.submitted + 1).is_multiple_of(OLDEST_EVERY) { self.oldest() } else { self.best() }?;
         let requests = self.flows.get(&flow)?;
@@ -148,7 +149,7 @@ impl SlotState {
         Some((flow, waiting))
     }
 
-    /// Returns the first waiting request of the flow with the fewest requests in the engine, among the flows of the best rank.
+    /// Returns the first waiting request of the flow with the fewest requests in the engine, among the flows that no other flow outranks.
     fn best(&self) -> Option<(SlotFlow, SlotOrder)> {
         let heads = self.flows.iter().filter_map(|(flow, requests)| {
             let (turn, _) = requests.waiting.first_key_value()?;
@@ -164,7 +165,7 @@ impl SlotState {
         Some((flow.clone(), *turn))
     }
 
-    /// Forgets a flow without requests.
+    /// Removes the flow if it has no requests.
     fn forget_empty(&mut self, flow: &SlotFlow) {
         if self.flows.get(flow).is_some_and(|requests| requests.running == 0 && requests.waiting.is_empty()) {
             self.flows.remove(flow);
@@ -304,7 +305,7 @@ mod tests {
                 let queued = slots.enqueue(account, Priority { across, within }, 1).expect("the queue has a free place");
                 (format!("{account} {within}"), queued)
             });
-        // With one place, no account has requests in the engine, so accounts of one rank follow the arrival of their first requests.
+        // With one slot, no account has requests in the engine, so accounts of one rank follow the arrival of their first requests.
         assert_eq!(submitted(running, waiting.into()), ["operator -1", "a -5", "a 5", "b 0", "low 3"]);
         drop(first);
         assert_eq!(slots.counts(), (0, 0));
@@ -312,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn request_of_the_worst_priority_is_not_overtaken_forever() {
+    fn request_of_the_lowest_priority_is_not_overtaken_forever() {
         let slots = slots(1, 100, 64);
         let mut first = slots.enqueue("", Priority::default(), 1).expect("the queue is empty");
         let running = vec![granted(&mut first).expect("the slot is free")];

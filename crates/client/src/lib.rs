@@ -1,4 +1,4 @@
-//! An HTTP/1.1 client of one server: an address, TLS, whole answers, and streams of server-sent events. The sizes of answers and events are bounded.
+//! An HTTP/1.1 client of one server, with TLS, for answers of bounded size, and for streams of server-sent events of bounded size.
 
 use bytes::Bytes;
 use eventsource_stream::{EventStreamError, Eventsource};
@@ -43,14 +43,14 @@ pub enum HttpError {
     /// The server took longer than this.
     #[error("no response within {0:?}")]
     Timeout(Duration),
-    /// The answer has something that is not a server-sent event.
+    /// The answer contains data that is not a server-sent event.
     #[error("the response has an event that cannot be read: {0}")]
     Event(String),
 }
 
 impl HttpError {
-    /// Returns whether the request cannot have ended the server: it has not reached the server, or the server continues to send something else than
-    /// an answer.
+    /// Returns whether the request cannot have crashed the server: it has not reached the server, or the server keeps sending data that is no valid
+    /// answer.
     pub fn cannot_have_ended_the_server(&self) -> bool {
         match self {
             Self::Request(error) => {
@@ -142,7 +142,7 @@ pub fn authorities(pem: Option<&[u8]>) -> Result<RootCertStore, String> {
     Ok(roots)
 }
 
-/// Returns the body of an answer, which may have `max` bytes.
+/// Returns the body of an answer, which may have at most `max` bytes.
 ///
 /// # Errors
 /// The body is longer, or the connection was lost.
@@ -153,14 +153,14 @@ pub async fn whole(answer: Response<Incoming>, max: usize) -> Result<Bytes, Http
     }
 }
 
-/// Returns the data of an answer's server-sent events as they arrive. Each event may have `max` bytes. Dropping the stream closes the connection.
+/// Returns the data of an answer's server-sent events as they arrive. An event has at most `max` bytes. Dropping the stream closes the connection.
 pub fn events(answer: Response<Incoming>, max: usize) -> impl Stream<Item = Result<String, HttpError>> + Send {
     let pieces = BodyStream::new(answer.into_body())
         .filter_map(|frame| ready(frame.map_err(HttpError::from).map(|frame| frame.into_data().ok()).transpose()));
     events_of(pieces, max)
 }
 
-/// Returns the data of the server-sent events in pieces of a body. Each event may have `max` bytes.
+/// Returns the data of the server-sent events in the chunks of a body. Each event may have at most `max` bytes.
 pub fn events_of<B: AsRef<[u8]> + Send>(
     pieces: impl Stream<Item = Result<B, HttpError>> + Send,
     max: usize,

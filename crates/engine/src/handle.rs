@@ -26,8 +26,8 @@ use tokio::time::Instant;
 pub struct EngineSettings {
     /// Maximum number of tokens in one step: prompt tokens plus one for each decoding sequence.
     pub chunk_budget: u32,
-    /// How long running answers may wait for their next tokens because of prompts; `None`: a multiple of the time of a step without prompts. It never
-    /// takes more than half of a step from the tokens of prompts.
+    /// The longest time between two tokens of a running answer in steps that also compute prompts; `None`: a multiple of the time of a step without
+    /// prompts. Prompt tokens get at least half of each step, even if this time is exceeded.
     pub itl_max: Option<Duration>,
     /// Maximum number of sequences in one step.
     pub batch_max: u32,
@@ -39,7 +39,7 @@ pub struct EngineSettings {
     pub hash_key: HashKey,
     /// When a job has this many buffered events, backpressure pauses its generation. The generation resumes when half of them are left.
     pub max_buffered_events: u32,
-    /// The time limit of a step. A step that takes longer counts as a hang ([`EngineHandle::hung`]).
+    /// The time limit of a step. If a step takes longer, the engine hangs ([`EngineHandle::hung`]).
     pub step_max: Duration,
 }
 
@@ -63,7 +63,7 @@ pub struct EngineHandle {
 pub struct Job {
     id: JobId,
     events: mpsc::Receiver<Event>,
-    /// Dropped after `events`: when the engine's thread is woken, it must see that the job's events are closed.
+    /// Wakes the engine's thread. Dropped after `events`, because the thread must then see that the job's events are closed.
     _wake: WakeOnDrop,
     engine: EngineHandle,
 }
@@ -226,8 +226,8 @@ impl EngineHandle {
         let _ = self.load.clone().wait_for(condition).await;
     }
 
-    /// Resolves when one step, or the write of one block, has taken longer than `step_max`; immediately if one already has. The time in which jobs
-    /// wait for other jobs, for blocks or for their clients does not count, and an idle engine never hangs.
+    /// Resolves when the current step, or the write of one block, has taken longer than `step_max`; immediately if it already has. The time in which
+    /// jobs wait for other jobs, for blocks or for their clients is not included, so an idle engine never hangs.
     pub async fn hung(&self) {
         loop {
             let now = Instant::now();

@@ -77,7 +77,7 @@ pub(crate) struct Machine {
     running: Vec<Sequence>,
     /// Divides the prompt tokens of each step between accounts.
     round_robin: RoundRobin,
-    /// The steps from which outranked prompts were left out.
+    /// Limits the number of steps from which outranked prompts are left out.
     short_steps: ShortSteps,
     /// The oldest job, if it has been on this engine for [`EXEMPT_AFTER`] and another job outranks it. Its first sequence precedes all others.
     exempt: Option<JobId>,
@@ -169,7 +169,7 @@ impl Machine {
         (!chunks.is_empty()).then_some(Plan { chunks })
     }
 
-    /// Returns the oldest job if it has been on this engine for long and another job outranks it. Paused sequences do not count.
+    /// Returns the oldest job if it has been on this engine for [`EXEMPT_AFTER`] and another job outranks it. Paused sequences are ignored.
     fn starving(&self, now: Duration) -> Option<JobId> {
         let all = || {
             let waiting = self.waiting.iter().map(|queued| &queued.sequence);
@@ -321,7 +321,7 @@ impl Machine {
         self.running.insert(index, sequence);
     }
 
-    /// Commits those blocks of the sequence to the cache that have become full.
+    /// Commits the blocks of the sequence that have become full to the cache.
     fn commit(&mut self, sequence: &mut Sequence) {
         let size = self.info.block_size as usize;
         while (sequence.committed + 1) * size <= sequence.computed {
@@ -455,7 +455,7 @@ impl Machine {
     }
 }
 
-/// Returns whether no token of a prompt is left to compute, or whether a sample has finished.
+/// Returns whether no step computes the sequence any more: all tokens of the prompt are computed, or the sample has finished.
 fn is_settled(sequence: &Sequence) -> bool {
     match &sequence.role {
         Role::Prefill(_) | Role::Prompt(_) => sequence.remaining() == 0,

@@ -182,7 +182,7 @@ impl Sampler {
         sampler
     }
 
-    /// Returns whether sample number `sample`, which another worker has begun, already has all the text that its constraint allows.
+    /// Returns whether the text of sample number `sample`, which another worker has begun, is already complete under its constraint.
     pub(crate) fn is_complete_from_start(&self, sample: u32) -> bool {
         self.prepared.as_ref().is_some_and(|prepared| prepared.is_complete(sample))
     }
@@ -197,7 +197,7 @@ impl Sampler {
         self.constrained.as_ref().is_none_or(Constrained::is_ready)
     }
 
-    /// Returns whether the mask of the constraint is or was not ready for the current step. The step's token must then be discarded.
+    /// Returns whether the mask of the constraint was late for the current step, or is not ready yet. The step's token must then be discarded.
     pub(crate) fn take_late(&mut self) -> bool {
         self.constrained.as_mut().is_some_and(Constrained::take_late)
     }

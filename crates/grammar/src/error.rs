@@ -33,7 +33,7 @@ pub enum MatchError {
     /// No token of the vocabulary continues the text.
     #[error("no token of the model's vocabulary continues the text under the constraint")]
     NoToken,
-    /// The parser has a fault that this text shows.
+    /// The parser failed on this text because of a bug in the parser.
     #[error("the parser failed on the text under the constraint; simplify the constraint")]
     Failed,
     /// The constraint does not allow the token.

@@ -8,7 +8,7 @@ use serde_json::Value;
 /// without end.
 const JSON_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
 
-/// Returns the schema with the compiler's options. Those that the client wrote into the schema are dropped.
+/// Returns the schema with the compiler's options. Options that the client wrote into the schema are dropped.
 pub(crate) fn with_options(mut schema: Value, lenient: bool) -> Result<Value, GrammarError> {
     match &mut schema {
         Value::Bool(true) => schema = serde_json::json!({}),

@@ -41,7 +41,7 @@ pub enum Kind {
     JsonSchema {
         /// The JSON schema, as text.
         schema: String,
-        /// If true, keywords that cannot be enforced are ignored. Otherwise a schema that has such a keyword is refused.
+        /// Whether keywords that cannot be enforced are ignored. If not, a schema that has such a keyword is refused.
         lenient: bool,
     },
     /// The text must be a JSON object.

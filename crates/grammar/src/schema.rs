@@ -1,5 +1,5 @@
 //! Bounds JSON schemas before llguidance sees them, because it follows schemas and references by recursion and compares properties with each
-//! other. Finds what it would only notice while a text is generated.
+//! other. Also finds problems that llguidance would notice only while a text is generated.
 
 use crate::GrammarError;
 use regex_automata::meta::Regex;
@@ -28,8 +28,8 @@ const LISTS: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "items"];
 /// The keywords whose value maps names to schemas.
 const MAPS: [&str; 2] = ["properties", "patternProperties"];
 
-/// Checks the sizes of a schema, and everything else that llguidance checks too late. A lenient schema loses the keywords that cannot be
-/// enforced; any other schema with such a keyword is refused.
+/// Checks the sizes of a schema, and everything else that llguidance checks too late. Keywords that cannot be
+/// enforced are removed from a lenient schema; any other schema with such a keyword is refused.
 pub(crate) fn bounded(mut schema: Value, lenient: bool) -> Result<Value, GrammarError> {
     let dropped = Walk { root: &schema, nodes: Vec::new(), referenced: HashSet::new(), lenient, dropped: Vec::new() }.run()?;
     for Dropped { object, keyword, entry } in dropped {
@@ -68,7 +68,7 @@ enum PathStep<'a> {
     Index(usize),
 }
 
-/// A keyword, or one entry of its value, that a lenient schema loses. `object` is the JSON pointer of the schema that has the keyword.
+/// A keyword, or one entry of its value, that is removed from a lenient schema. `object` is the JSON pointer of the schema that has the keyword.
 struct Dropped {
     object: String,
     keyword: &'static str,
@@ -176,7 +176,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// Returns the place of a schema, such as `$.properties.to`.
+    /// Returns the path of a schema for error messages, such as `$.properties.to`.
     fn place(&self, at: usize) -> String {
         self.written(at, "$", ".", "[")
     }

@@ -297,7 +297,7 @@ fn chains_below_the_limit_are_enforced() {
 }
 
 #[test]
-fn recursive_rules_and_schemas_are_no_chains() {
+fn recursive_rules_and_schemas_are_accepted() {
     let lark = "start: value\nvalue: \"a\" | \"[\" value (\",\" value)* \"]\" // value: r0\n";
     let tree = r##"{"type":"object","properties":{"left":{"$ref":"#"},"right":{"$ref":"#"}}}"##;
     for kind in [Kind::Grammar(lark.into()), schema(tree)] {
@@ -306,7 +306,7 @@ fn recursive_rules_and_schemas_are_no_chains() {
 }
 
 #[test]
-fn wide_schemas_are_compiled_or_refused_by_place_and_limit() {
+fn wide_schemas_are_compiled_or_refused_with_place_and_limit() {
     let wide = |properties: usize| {
         let all: Vec<String> = (0..properties).map(|i| format!(r#""p{i}":{{"type":"integer"}}"#)).collect();
         schema(&format!(r#"{{"type":"object","properties":{{"of":{{"type":"object","properties":{{{}}}}}}}}}"#, all.join(",")))
@@ -349,7 +349,7 @@ fn pattern_with_long_repetitions_is_enforced() {
 }
 
 #[test]
-fn pattern_that_cannot_be_enforced_is_refused_by_place_and_dropped_if_lenient() {
+fn pattern_that_cannot_be_enforced_is_refused_with_its_place_or_dropped_if_lenient() {
     for (pattern, cause) in [(r"^(?!\\.)a", "look-around"), (r"(a)\\1", "backreference"), ("^(a$", "unclosed group")] {
         let text = format!(
             r#"{{"anyOf":[{{"type":"null"}},{{"type":"object","properties":{{"to":{{"type":"string","pattern":"{pattern}"}}}}}}]}}"#

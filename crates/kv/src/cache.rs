@@ -1,4 +1,4 @@
-//! The block pool and the prefix cache over it. One type owns both, because blocks move between them.
+//! The block pool and the prefix cache. One type owns both, because blocks move between the pool and the cache.
 //!
 //! Invariants ([`PrefixCache::check_invariants`]):
 //! - A cached block's parent is cached.
@@ -75,7 +75,7 @@ pub struct PrefixCache {
     index: HashMap<SequenceHash, BlockId>,
     /// Cached blocks without pins, by [`Content::unused_since`]. The first is the next to be evicted.
     unused: BTreeMap<u64, BlockId>,
-    /// Counts how often a block lost its last pin. The value at that moment orders unused blocks by age.
+    /// The number of times that any block has lost its last pin. [`Content::unused_since`] is its value when the block lost its last pin.
     clock: u64,
     log: EventLog,
     next_checked: usize,
@@ -87,9 +87,9 @@ pub struct PrefixCache {
 struct Block {
     /// The number of pins: the callers' own, and one for each pinned cached child.
     pins: u32,
-    /// `None` if the block is free, or in use without being shared.
+    /// The cached content; `None` if the block is free, or in use but not shared.
     content: Option<Content>,
-    /// The block was in use when the cache was cleared. It is not shared again until it is free.
+    /// Whether the block was in use when the cache was cleared. Such a block is not shared until it has been free.
     outdated: bool,
 }
 
@@ -309,7 +309,7 @@ impl PrefixCache {
                 Some(Some(parent)) => children.entry(parent).or_default().push(id),
             }
         }
-        // Each chain follows one child of every block down to a leaf. The other children become the starts of further chains.
+        // Each chain goes from a block down to a leaf, through one child of each block. Further chains start at the other children.
         let mut stored = Vec::new();
         while let Some(start) = starts.pop() {
             let parent = self.content(start).parent().map(|parent| self.content(parent).hash);

@@ -37,7 +37,7 @@ pub struct StoredChain {
 pub struct Snapshot {
     /// The id of the last change that the snapshot includes.
     pub at_event_id: u64,
-    /// Chains of blocks that together are the whole content of the cache.
+    /// Chains of blocks. Together they are the complete content of the cache.
     pub stored: Vec<StoredChain>,
 }
 
@@ -46,7 +46,7 @@ pub struct Snapshot {
 pub struct EventLog {
     last_id: u64,
     pending: Vec<KvEvent>,
-    /// If true, a caller has taken the last event's id as the id of the last change, so later changes must not be merged into that event.
+    /// Whether [`Self::last_id`] has returned the id of the last event. Later changes must then not be merged into that event.
     last_id_returned: Cell<bool>,
 }
 

@@ -1,4 +1,4 @@
-//! The identity of a block: a hash over its tokens and everything before it, under a key that only the cluster's processes know.
+//! The sequence hash of a block: a hash over its tokens and everything before it, under a key that only the cluster's processes know.
 //!
 //! Without the key an attacker can neither construct two prompts with one hash, nor compare observed hashes with those of guessed
 //! prompts. The hash is SipHash-2-4 (Aumasson and Bernstein 2012): a keyed function for short inputs that an attacker chooses.
@@ -56,7 +56,7 @@ impl Namespace {
         Self([&*self.0, &(account.len() as u64).to_le_bytes(), account.as_bytes()].concat().into())
     }
 
-    /// Whether the namespace separates no client from the others: it has neither a cache salt nor an account.
+    /// Whether all clients share the namespace: it has neither a cache salt nor an account.
     pub fn is_shared(&self) -> bool {
         let mut rest = &*self.0;
         let parts: [_; 5] = std::array::from_fn(|_| split_part(&mut rest));
@@ -68,7 +68,7 @@ impl Namespace {
         str::from_utf8(split_part(&mut &*self.0)?).ok()
     }
 
-    /// Returns the namespace with this encoding, which [`Namespace::as_bytes`] has returned.
+    /// Returns the namespace from which [`Namespace::as_bytes`] has returned these bytes.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Self(bytes.into())
     }
@@ -78,7 +78,7 @@ impl Namespace {
         &self.0
     }
 
-    /// Returns the hash that stands for the parent of a prompt's first block.
+    /// Returns the parent hash of a prompt's first block.
     pub fn root(&self, key: &HashKey) -> SequenceHash {
         let mut hasher = key.hasher();
         hasher.write(&self.0);
@@ -130,7 +130,7 @@ pub fn child_hashes(key: &HashKey, parent: SequenceHash, block_size: usize, toke
         .collect()
 }
 
-/// Returns the hash of a whole prompt in its namespace. Two different prompts have the same hash only by chance.
+/// Returns the hash of all tokens of a prompt in its namespace. Two different prompts have the same hash only by chance.
 pub fn prompt_digest(key: &HashKey, namespace: &Namespace, tokens: &[TokenId]) -> u64 {
     namespace.root(key).child(key, tokens).0
 }
@@ -190,7 +190,7 @@ mod tests {
 
     /// A block of more than `HASHED_TOKENS` tokens is hashed as one input, although it is copied in several parts.
     #[test]
-    fn long_block_is_hashed_as_one_input() {
+    fn block_longer_than_the_hashed_chunks_is_hashed_as_one_input() {
         let tokens: Vec<TokenId> = (0..100).collect();
         let bytes: Vec<u8> = 7_u64.to_le_bytes().into_iter().chain(tokens.iter().flat_map(|token| token.to_le_bytes())).collect();
         assert_eq!(SequenceHash(7).child(&KEY, &tokens).0, SipHasher24::new_with_key(&KEY.0).hash(&bytes));
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes_of_a_continuation_equal_those_of_the_whole_prompt() {
+    fn hashes_computed_from_a_parent_equal_those_of_the_complete_prompt() {
         let namespace = Namespace::new("model", "", "", "");
         let whole = sequence_hashes(&KEY, &namespace, 4, &PROMPT);
         assert_eq!(child_hashes(&KEY, namespace.root(&KEY), 4, &PROMPT), whole);
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn namespaces_that_differ_in_one_part_have_different_hashes() {
+    fn hashes_differ_between_namespaces_that_differ_in_one_field() {
         let all = [
             Namespace::new("model", "", "", ""),
             Namespace::new("other", "", "", ""),
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn namespaces_with_different_parts_have_different_encodings() {
+    fn namespaces_with_different_fields_have_different_encodings() {
         let glued = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")];
         let mut bytes: Vec<_> = glued.iter().map(|(model, revision)| Namespace::new(model, revision, "", "")).collect();
         bytes.push(Namespace::new("a\u{1}\0\0\0\0\0\0\0b", "", "", ""));

@@ -1,5 +1,4 @@
-//! The KV memory of a worker as other workers and transfer paths see it: contracts between an engine, which implements them, and the transfer
-//! layer, which uses them.
+//! Access to a worker's KV memory for other workers and for transfer paths: traits that an engine implements and the transfer layer calls.
 //!
 //! All calls block, so they must be made on threads that may block. The caller must keep the blocks that it names in use until the call has
 //! returned.
@@ -10,7 +9,8 @@ use std::{error::Error, sync::Arc};
 /// The form in which a prefill passes its computed blocks to a transfer path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockAccess {
-    /// The prefill copies each block's content as soon as the block is ready. A later read would have to wait for a step of the engine.
+    /// The prefill copies each block's content as soon as the block is computed. If the transfer path read it later, it would have to wait for a
+    /// step.
     Copied,
     /// The prefill copies nothing. The transfer path reads the blocks from the KV memory.
     InPlace,
@@ -33,7 +33,8 @@ pub trait BlockWrite: Send {
     /// Returns the blocks to write, in the order of the requested indices.
     fn blocks(&self) -> &[BlockId];
 
-    /// Ends the write. It must be called only after every block was written; without this call, none of the blocks counts as written.
+    /// Ends the write successfully. Must be called only after every block was written. Without this call, the engine treats all blocks as not
+    /// written.
     fn complete(self: Box<Self>);
 }
 
@@ -51,8 +52,8 @@ pub trait KvMemory: Send + Sync {
     /// Fails if the memory is on another host, if its blocks have another layout, or if the driver refuses to map it.
     fn open_peer(&self, ipc_handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError>;
 
-    /// Returns the number of devices that join a communicator, one rank each; both ends need the same number. Returns 0 if the engine has
-    /// no NCCL.
+    /// Returns the number of the engine's NCCL ranks, one for each device; the two engines of a communicator need the same number. Returns 0 if the
+    /// engine has no NCCL.
     fn nccl_ranks(&self) -> u32;
 
     /// Creates the id of a new communicator, which two engines may then join.
@@ -77,7 +78,7 @@ pub trait PeerMemory: Send + Sync {
     fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError>;
 }
 
-/// One end of a communicator between two engines. Each `send` is received by one `receive` with as many blocks, in the same order.
+/// One end of a communicator between two engines. The other end must call `receive` in the order of the calls of `send`, with as many blocks each.
 pub trait KvCommunicator: Send + Sync {
     /// Sends blocks; returns when the device has sent them.
     ///
@@ -101,7 +102,7 @@ pub enum CommunicatorEnd {
     Receiver,
 }
 
-/// Blocks cannot move from device to device. The engine itself continues.
+/// The reason why blocks cannot move from device to device. The engine itself continues.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceTransferError {
     /// The other worker is on another host, whose memory this path cannot reach.

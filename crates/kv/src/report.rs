@@ -6,7 +6,7 @@ use std::time::Duration;
 /// The load of a worker, from which the router estimates costs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
-    /// Sequences with blocks: they are in the running batch, or wait for KV that another worker sends.
+    /// The number of sequences with blocks: they are in the running batch, or wait for KV that another worker sends.
     pub running_sequences: u32,
     /// The number of sequences that wait for blocks.
     pub waiting_requests: u32,
@@ -18,16 +18,16 @@ pub struct Load {
     pub cached_blocks: u32,
     /// The number of blocks pinned by sequences.
     pub in_use_blocks: u32,
-    /// Prompt tokens that the device computes per second, not counting the fixed time of each step; 0 while there is no evidence.
+    /// Prompt tokens that the device computes per second, without the fixed time of each step; 0 while it is unknown.
     pub prefill_tokens_per_second: f64,
     /// The number of long prefill steps since the worker's start from which `prefill_tokens_per_second` was computed. That rate depends on
     /// short steps too, but mainly on long ones.
     pub prefill_measurements: u64,
     /// Fixed time of a step that computes prompt tokens, in milliseconds; 0 while it is unknown.
     pub prefill_fixed_ms: f64,
-    /// Mean time that a step takes for its decoding sequences, in milliseconds; 0 while there is no evidence.
+    /// Mean time that a step takes for its decoding sequences, in milliseconds; 0 while it is unknown.
     pub decode_step_ms: f64,
-    /// The part of a full step's time that tokens of prompts lately got next to answers, from 0 to 1; 0 while it is unknown.
+    /// The part of a full step's time that prompt tokens have lately got while answers were running, from 0 to 1; 0 while it is unknown.
     pub prompt_share: f64,
     /// The number of preemptions since the start of the engine.
     pub preemptions: u64,

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// A process that presents a ticket may write the blocks of one reservation. So each ticket is made from the system's randomness, is known
-/// only to the worker that made it and the worker that received it, and is never logged: `Debug` hides it.
+/// The right to write the blocks of one reservation, for any process that presents the ticket. So a ticket is made from the system's randomness, is
+/// known only to the worker that made it and the worker that received it, and is never logged: `Debug` hides it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket([u8; Ticket::BYTES]);
 

@@ -24,8 +24,8 @@ impl RequestSource {
     }
 }
 
-/// Sends each request at its time, however many are in flight, up to `in_flight_max`; beyond that it is sent late. Returns when all have
-/// ended. After `duration` no request is sent.
+/// Sends each request when it is due, whether or not earlier ones have ended. With `in_flight_max` requests in flight, further ones are sent late.
+/// After `duration` no request is sent. Returns when all have ended.
 pub(crate) async fn open_loop(
     runner: Arc<RequestRunner>,
     mut source: RequestSource,
@@ -69,7 +69,7 @@ pub(crate) async fn open_loop(
     finish(running).await;
 }
 
-/// Keeps `concurrency` requests or conversations in flight. Returns when all have ended. After `duration` none is begun.
+/// Keeps `concurrency` requests or conversations in flight. Returns when all have ended. After `duration` no further one is begun.
 pub(crate) async fn closed_loop(
     runner: Arc<RequestRunner>,
     source: RequestSource,

@@ -11,11 +11,11 @@ use tandem_client::{HttpClient, HttpError, authorities, whole};
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time limit for answers that generate nothing.
+/// Time limit for answers for which no tokens are generated.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Limit on the bytes of an answer that is read as a whole.
+/// Limit on the bytes of an answer that is not streamed.
 const WHOLE_MAX: usize = 64 << 20;
-/// Why a server's answer is of no use.
+/// Why a server's answer cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum AnswerError {
     /// The answer is not complete.
@@ -69,18 +69,18 @@ impl Http {
         self.client.send(Method::POST, path, headers, json).await
     }
 
-    /// Sends a POST, and reads the whole answer as JSON.
+    /// Sends a POST, and reads the complete answer as JSON.
     pub(crate) async fn post_json(&self, path: &str, json: &serde_json::Value) -> Result<serde_json::Value, AnswerError> {
         read(self.post(path, json.to_string().into())).await
     }
 
-    /// Sends a GET, and reads the whole answer as JSON.
+    /// Sends a GET, and reads the complete answer as JSON.
     pub(crate) async fn get_json(&self, path: &str) -> Result<serde_json::Value, AnswerError> {
         read(self.client.send(Method::GET, path, self.headers.clone(), Bytes::new())).await
     }
 }
 
-/// Reads a whole answer.
+/// Reads a complete answer.
 async fn read(answer: impl Future<Output = Result<Response<Incoming>, HttpError>>) -> Result<serde_json::Value, AnswerError> {
     let reading = async {
         let answer = answer.await?;
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn message_is_found_in_the_bodies_of_several_servers() {
+    fn error_message_is_found_in_the_bodies_of_several_servers() {
         for (body, expected) in [
             (r#"{"error": {"message": "busy", "code": 1}}"#, "busy"),
             (r#"{"object": "error", "message": "busy"}"#, "busy"),

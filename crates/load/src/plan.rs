@@ -1,4 +1,4 @@
-//! Turns the rows of a trace into requests, ahead of their time, so that nothing is left to do when a request is due.
+//! Turns the rows of a trace into requests before they are due, so that a due request can be sent at once.
 
 use crate::{
     prompt::{LocalTokenizer, PromptMaker},
@@ -10,13 +10,13 @@ use fastrand::Rng;
 use serde_json::Value;
 use std::time::Duration;
 
-/// The length of a token of an answer whose tokens cannot be counted, in bytes.
+/// The assumed number of bytes per token of a recorded answer, if no tokenizer counts its tokens.
 const TOKEN_BYTES: usize = 4;
 
 /// A row that is ready to be sent.
 #[derive(Debug)]
 pub(crate) struct Planned {
-    /// The time at which it is due, from the beginning of the run; `None`: when there is capacity.
+    /// The time at which the row is due, counted from the beginning of the run; `None`: as soon as there is capacity.
     pub(crate) at: Option<Duration>,
     pub(crate) work: PlannedWork,
 }
@@ -37,11 +37,11 @@ pub(crate) struct PlannedStep {
 /// The times of requests.
 #[derive(Debug)]
 pub(crate) enum RequestTimes {
-    /// Those of the trace, which runs this many times as fast.
+    /// Requests are sent at the trace's times, which pass `speed` times as fast.
     Trace { speed: f64 },
-    /// Independent arrivals, this many a second on average.
+    /// Requests arrive independently of each other, `per_second` of them on average.
     Random { per_second: f64, rng: Rng, last: Duration },
-    /// None: the next request is sent when one has ended.
+    /// Requests have no times: the next one is sent when another has ended.
     Closed,
 }
 
@@ -97,7 +97,7 @@ impl Planner {
         Planned { at, work }
     }
 
-    /// Returns the length of a recorded answer.
+    /// Returns the length of a recorded answer in tokens.
     fn tokens(&self, answer: &str) -> u64 {
         let counted = self.tokenizer.as_ref().and_then(|tokenizer| tokenizer.tokens(answer).ok());
         counted.unwrap_or(answer.len().div_ceil(TOKEN_BYTES) as u64).max(1)
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_follow_the_trace_and_its_speed() {
+    fn request_times_follow_the_trace_and_the_speed() {
         let mut times = RequestTimes::Trace { speed: 4.0 };
         assert_eq!(times.next(Some(Duration::from_secs(2))), Some(Duration::from_millis(500)));
         assert_eq!(RequestTimes::Closed.next(Some(Duration::from_secs(2))), None);

@@ -26,7 +26,7 @@ use std::{
 use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
 use tokio_util::sync::CancellationToken;
 
-/// The number of requests that are made ahead of their time. Each may have a megabyte of text.
+/// The number of requests that are prepared before they are due. Each may have a megabyte of text.
 const PREPARED: usize = 32;
 /// The number of outcomes that wait to be counted. Requests wait while there are more.
 const OUTCOMES: usize = 1_024;
@@ -46,7 +46,7 @@ pub struct Settings {
     pub duration: Option<Duration>,
     /// The maximum number of requests in flight in an open loop. With more, requests are sent late, which the report shows.
     pub in_flight_max: usize,
-    /// Time limit for a whole answer.
+    /// Time limit for a complete answer.
     pub timeout: Duration,
     /// How the prompts of traces without text are made.
     pub prompts: PromptKind,
@@ -56,11 +56,11 @@ pub struct Settings {
     pub block_tokens: u64,
     /// The maximum length of an answer, in tokens.
     pub max_tokens: Option<u64>,
-    /// Whether answers are as long as they may be.
+    /// Whether answers continue after an end-of-sequence token until they reach their maximum length.
     pub ignore_eos: bool,
     /// Fields that are added to every request's body.
     pub extra_body: Map<String, Value>,
-    /// Prompts and random times follow from it.
+    /// The seed of made-up prompts and of random times.
     pub seed: u64,
     /// The response's header that names the worker; `None` if there is none.
     pub worker_header: Option<HeaderName>,
@@ -95,19 +95,19 @@ impl Settings {
 /// When requests are sent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pace {
-    /// At their times in the trace, which runs `speed` times as fast.
+    /// Requests are sent at their times in the trace, which runs `speed` times as fast.
     Trace {
-        /// The factor.
+        /// The speed, as a multiple of the recorded one.
         speed: f64,
     },
-    /// At random times.
+    /// Requests are sent at random times.
     Rate {
         /// The mean number of rows a second.
         per_second: f64,
     },
-    /// A request, or a conversation, when another has ended.
+    /// A request or conversation is sent when another one has ended.
     Closed {
-        /// The number in flight.
+        /// The number of requests or conversations in flight.
         concurrency: usize,
     },
 }
@@ -115,13 +115,13 @@ pub enum Pace {
 /// How the prompts of traces without text are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PromptKind {
-    /// As text of a completion.
+    /// A prompt is the text of a completion.
     Text,
-    /// As text of a chat's only message. The chat template adds tokens.
+    /// A prompt is the text of a chat's only message. The chat template adds tokens.
     Chat,
-    /// As token ids of a completion.
+    /// A prompt is a list of token ids of a completion.
     Ids {
-        /// The ids are below this.
+        /// The size of the vocabulary: all ids are below it.
         vocabulary: u32,
     },
 }
@@ -129,11 +129,11 @@ pub enum PromptKind {
 /// The progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplayProgress {
-    /// The requests of the trace.
+    /// The number of requests in the trace.
     pub requests: u64,
-    /// The requests that have ended.
+    /// The number of requests that have ended.
     pub ended: u64,
-    /// Those that failed.
+    /// The number of requests that failed.
     pub failed: u64,
 }
 
@@ -166,8 +166,8 @@ pub enum LoadError {
     Stopped,
 }
 
-/// Replays a trace. Failures of requests are counted and do not end the run. When `stop` is cancelled, the report has what there is;
-/// requests in flight are aborted. `progress` is called after each request.
+/// Replays a trace. Failures of requests are counted and do not end the run. When `stop` is cancelled, requests in
+/// flight are aborted, and the report has the results so far. `progress` is called after each request.
 ///
 /// # Errors
 /// The server cannot be measured, or the trace cannot be read.
@@ -206,7 +206,7 @@ pub async fn replay(
             Pace::Closed { concurrency } => dispatch::closed_loop(shared, source, concurrency, settings.duration).await,
             _ => dispatch::open_loop(shared, source, settings.in_flight_max, settings.duration).await,
         }
-        // The last sender of outcomes is dropped, so that collecting ends.
+        // The last sender of outcomes is dropped with the runner, so that their receiver ends.
         let runner = Arc::into_inner(runner).expect("all tasks have ended");
         runner.skipped.load(Ordering::Relaxed)
     };

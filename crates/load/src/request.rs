@@ -4,7 +4,7 @@ use crate::{prompt::MadePrompt, trace::ChatRow};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 
-/// What all requests have in common.
+/// The fields that all requests have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct BodyFields {
     pub(crate) model: String,
@@ -42,7 +42,7 @@ impl BodyFields {
     /// Returns a chat request that was recorded.
     pub(crate) fn chat(&self, chat: ChatRow) -> PreparedRequest {
         let ChatRow { mut body } = chat;
-        // Both names are in use. The recorded one is kept.
+        // Clients use `max_completion_tokens` or the older `max_tokens`. The recorded name is kept.
         let newer = body.remove("max_completion_tokens");
         let field = if newer.is_some() { "max_completion_tokens" } else { "max_tokens" };
         let recorded = newer.or_else(|| body.remove("max_tokens")).and_then(|tokens| tokens.as_u64());
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn extra_fields_override() {
+    fn extra_fields_override_those_of_the_request() {
         let extra = json!({ "temperature": 0, "max_tokens": 1 }).as_object().expect("an object").clone();
         let bodies = BodyFields { ignore_eos: true, extra, ..bodies(None) };
         let body = parsed(&bodies.next(&[json!({})], Some(&json!([1])), Some(7)));

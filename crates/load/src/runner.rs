@@ -18,13 +18,13 @@ use tandem_client::HttpError;
 use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 
-/// What all requests of a run share.
+/// The settings and state that all requests of a run share.
 #[derive(Debug)]
 pub(crate) struct RequestRunner {
     pub(crate) http: Http,
     pub(crate) bodies: BodyFields,
     pub(crate) worker_header: Option<HeaderName>,
-    /// Time limit for a whole answer.
+    /// Time limit for a complete answer.
     pub(crate) timeout: Duration,
     pub(crate) start: Instant,
     /// Ends the run; requests in flight are aborted.
@@ -44,7 +44,7 @@ impl RequestRunner {
         }
     }
 
-    /// Sends each request with the answers that were received before. It is due when the former answer is complete.
+    /// Sends the requests of a conversation, each with all answers received so far. A request is due when the answer before it is complete.
     async fn converse(&self, steps: Vec<PlannedStep>, tools: Option<&Value>, mut due: Option<Duration>) {
         let (mut messages, mut rest) = (Vec::new(), steps.len() as u64);
         for step in steps {

@@ -14,12 +14,12 @@ use tokio::time::Instant;
 /// Limit on the bytes of the text of one answer, and of the body of a refusal.
 const ANSWER_MAX: usize = 64 << 20;
 
-/// What is taken from an answer besides its times.
+/// What is read from an answer besides its times.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WantedParts {
     /// The header that names the worker; `None` if the server has no such header.
     pub(crate) worker_header: Option<hyper::header::HeaderName>,
-    /// Whether the text is needed, as the next request of a conversation has it.
+    /// Whether the text is needed, because the next request of the conversation repeats it.
     pub(crate) text: bool,
 }
 
@@ -204,7 +204,7 @@ fn add_counts(answer: &mut MeasuredAnswer, usage: Option<StreamedUsage>, details
         (Some(tokens), None) => CachedCount::Unmarked(tokens),
     };
     answer.prompt_tokens = usage.as_ref().and_then(|usage| usage.prompt_tokens);
-    // A server without usage is taken to send one token an event.
+    // If a server reports no usage, each event that has tokens is assumed to have one.
     answer.output_tokens = usage.and_then(|usage| usage.completion_tokens).unwrap_or(with_tokens);
     if let Some(details) = details {
         let decode = details.decode_worker.map(Arc::from);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn tandems_details_mark_the_count_and_name_the_workers() {
+    async fn tandems_details_mark_the_cached_tokens_and_name_the_workers() {
         for (source, prefill, expected) in [
             ("worker", "\"p\"", CachedCount::Counted(4)),
             ("router_estimate", "null", CachedCount::Estimated(4)),
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn streams_that_fail_have_their_class() {
+    async fn failed_streams_are_reported_with_their_failure_class() {
         let token = r#"{"choices": [{"text": "a"}]}"#;
         for (events, class, expected) in [
             (&[token][..], FailureClass::CutStream, "without [DONE]"),

@@ -69,7 +69,7 @@ impl BenchTarget {
 impl CountTokens for BenchTarget {
     type Error = TokenizeError;
 
-    /// Sends the fields of vLLM's `/tokenize`, which several servers have, and that of llama.cpp's.
+    /// Sends the fields of vLLM's `/tokenize`, which several servers accept, and the field of llama.cpp's.
     async fn count(&self, text: &str) -> Result<u64, TokenizeError> {
         let body = json!({ "model": self.model, "prompt": text, "content": text, "add_special": true });
         let answer = self.http.post_json("/tokenize", &body).await.map_err(TokenizeError::Http)?;

@@ -36,7 +36,7 @@ pub struct ModelConfig {
     pub tied: bool,
 }
 
-/// The possible lengths of a head. RoPE's frequencies are computed before the tensors are compared with the length, so it must be bounded.
+/// Whether a head may have this length. It must be bounded, because RoPE's frequencies are computed before it is compared with the tensors.
 pub(crate) fn is_head_dim(length: usize) -> bool {
     (2..=usize::from(u16::MAX)).contains(&length) && length.is_multiple_of(2)
 }

@@ -308,7 +308,7 @@ fn rope_scaling_is_read_from_keys_and_tensors() {
     assert!((found.magnitude - 1.1386294361).abs() < 1e-9, "{}", found.magnitude);
     assert_eq!(rope(yarn(qwen()).f32("qwen3.rope.scaling.attn_factor", 2.0)).magnitude, found.magnitude * 2.0);
     // YaRN keeps or divides a pair by how often it rotates in the original context. In a context of 64 the first pair rotates ten times and
-    // the second once; in a context of 4,096 both rotate often.
+    // the second once; in a context of 4,096 each of the two pairs rotates often.
     assert_eq!(found.frequencies[0], 1.0);
     assert!(found.frequencies[1] < 0.1, "{}", found.frequencies[1]);
     assert_eq!(rope(yarn(qwen()).u32("qwen3.rope.scaling.original_context_length", 4096)).frequencies, [1.0, 0.1]);

@@ -17,11 +17,11 @@ use std::{convert::Infallible, future::Future, sync::Arc, time::Duration};
 use tandem_proto::channel::Listener;
 use tokio_util::sync::CancellationToken;
 
-/// A reader that takes nothing of its answer for this long is disconnected.
+/// A client that reads nothing of its response for this long is disconnected.
 const UNREAD_MAX: Duration = Duration::from_secs(30);
 
 /// Serves until the process drains. Each `/ready` request calls `ready`, which returns an error with the reason if the process cannot serve
-/// now. Requests with another name in `Host` than `hosts` accepts are refused with 421.
+/// now. Requests whose `Host` header is not accepted by `hosts` are refused with 421.
 ///
 /// # Errors
 /// None; the type is that of the process's other services.
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn half_open_heads_are_closed_and_connections_are_bounded() {
+    async fn connections_with_incomplete_heads_are_closed_and_connections_are_limited() {
         let (dial, arriving) = mpsc::channel::<DuplexStream>(8);
         let metrics = Metrics::default();
         let listener = Listener::new(Arrivals::Memory(arriving), Network::default());

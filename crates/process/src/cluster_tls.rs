@@ -35,8 +35,8 @@ pub struct ClusterTlsFiles {
 }
 
 impl ClusterTlsFiles {
-    /// Reads the files. Returns the certificate that they hold, which must be that of a process with this role, in this cluster unless that is
-    /// `None`.
+    /// Reads the files. Returns their certificate, which must be that of a process with this role and, unless the cluster is `None`, of this
+    /// cluster.
     ///
     /// # Errors
     /// A file cannot be read, or the certificate cannot be used.
@@ -58,7 +58,7 @@ impl ClusterTlsFiles {
         }
     }
 
-    /// Follows changes of the files for ever. If the files cannot be used, the old certificate stays in use.
+    /// Reloads the certificate whenever the files change; never returns. While the new files are unusable, the old certificate stays in use.
     pub async fn follow(mut self, tls: ClusterTls, metrics: Metrics) -> Infallible {
         let outdated = metrics.gauge(
             "tandem_cluster_tls_outdated",
@@ -88,7 +88,7 @@ impl ClusterTlsFiles {
                     tracing::info!("the certificate of this process was read again");
                     outdated.set(0.0);
                 }
-                // A new certificate and its key are written one after the other, so this may be so for a second.
+                // A new certificate and its key are written one after the other, so for a second they may not match.
                 Err(error) => {
                     tracing::error!(error = error_chain(&error), "the last valid certificate of this process stays in use");
                     outdated.set(1.0);

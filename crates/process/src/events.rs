@@ -36,7 +36,7 @@ const PING_INTERVAL: Duration = Duration::from_secs(5);
 /// The shortest delay between attempts to connect; `PAUSE_MAX` is the longest. A restarted NATS is found within two seconds.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The number of attempts after which the delay is `PAUSE_MAX`.
+/// The number of failed attempts to connect after which the delay is `PAUSE_MAX`.
 const ATTEMPTS_MAX: usize = 10;
 
 /// Interval at which the state of the connection is checked, because notifications of changes may be lost.

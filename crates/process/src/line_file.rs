@@ -1,7 +1,7 @@
 //! A file to which lines of JSON are appended, such as a ledger.
 //!
 //! No caller waits for the disk: a bounded queue passes the lines to a thread of the file. Lines that do not fit, or cannot be written, are
-//! lost and counted; the count has no line that is written later. Each line is written immediately, so a process that is killed has written
+//! lost and counted; a line that was counted is never written later. Each line is written immediately, so a process that is killed has written
 //! what it had appended before.
 
 mod rotated;
@@ -22,10 +22,10 @@ use std::{
     thread::JoinHandle,
 };
 
-/// The most lines that may be queued for the disk. This many lines are a few megabytes, and a busy cluster writes them in some seconds.
+/// The maximum number of lines that may be queued for the disk. This many lines are a few megabytes, and a busy cluster writes them in some seconds.
 pub const LINES_MAX: usize = 16_384;
 
-/// The most lines that are written at once, to save calls of the system.
+/// The maximum number of lines that are written at once, to save system calls.
 const BATCH_MAX: usize = 64;
 
 /// The permissions of a new file: its owner may read and write it.
@@ -63,7 +63,7 @@ impl LineFile {
     /// ones. Only a regular file is rotated.
     ///
     /// # Errors
-    /// Those of [`LineFile::open`].
+    /// The errors are those of [`LineFile::open`].
     pub fn open_rotated(path: &Path, name: &'static str, bytes_max: u64) -> io::Result<Self> {
         if path.exists() && !path.metadata()?.is_file() {
             return Self::open(path, name);
@@ -71,7 +71,7 @@ impl LineFile {
         Self::write_to(Rotated::open(path, name, bytes_max)?, name)
     }
 
-    /// Appends to `to`, from a thread of its own. `name` is that of [`LineFile::open`].
+    /// Starts a thread that appends the lines to `to`. `name` is used as in [`LineFile::open`].
     ///
     /// # Errors
     /// The system cannot start a thread.
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn each_line_is_written_whole_or_counted_as_lost() {
+    fn each_line_is_written_completely_or_counted_as_lost() {
         let (batches, metrics) = (40, Metrics::default());
         let counter = metrics.counter("lost_total", "Lost lines.", &[]);
         let disk = Disk::default();
@@ -223,7 +223,7 @@ mod tests {
             move || write(&queued, disk, "file")
         });
         for batch in 0..batches {
-            // The space ends within a line, of 12 bytes or of more than a buffer, and so does the space that follows.
+            // Each time, the disk's space ends within a line: a short one, or one that is longer than a buffer.
             disk.0.lock().1 += 17;
             for length in [7, 9_000] {
                 let text = format!("\"{batch:02}{}\"\n", "é".repeat(length / 2)).into_bytes();
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn rest_that_never_fits_counts_as_one_lost_line() {
+    fn line_whose_rest_never_fits_is_counted_as_lost_once() {
         let metrics = Metrics::default();
         let (lines, queued) = sync_channel(LINES_MAX);
         let disk = Disk(Arc::new(Mutex::new((Vec::new(), 6))));

@@ -67,8 +67,8 @@ impl Metrics {
         self.0.recorder.register_histogram(&key(name, labels), &METADATA)
     }
 
-    /// Returns a registry for one owner, such as a worker. Its series are rendered with those of this registry until its last clone is
-    /// dropped. Until then, calls with the same owner return the same registry.
+    /// Returns a registry for one owner, such as a worker. Its series are rendered with those of this registry until the last clone of the
+    /// owner's registry is dropped. Until then, calls with the same owner return the same one.
     pub fn part(&self, owner: &str) -> Self {
         let mut parts = self.0.parts.lock();
         if let Some(part) = parts.get(owner).and_then(Weak::upgrade) {

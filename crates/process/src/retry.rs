@@ -31,7 +31,7 @@ impl Backoff {
         *self = Self::new(self.min, self.max);
     }
 
-    /// Returns whether this error differs from the last error since a success. A caller that logs only new errors logs a repeated error once.
+    /// Returns whether this error differs from the previous one, or is the first since a success. So a caller can log a repeated error only once.
     pub fn is_new_error(&mut self, error: &str) -> bool {
         let is_new = self.reported.as_deref() != Some(error);
         if is_new {

@@ -1,4 +1,4 @@
-//! Shutdown of a process: the announcements that it will drain, that it drains and that it stops, the tasks whose end it waits for, and tasks without an end.
+//! Shutdown of a process, which announces that it will drain, drains, and stops; the tasks that it waits for; and supervision of endless tasks.
 
 use crate::Backoff;
 use futures::FutureExt;
@@ -107,7 +107,7 @@ const RESTART_PAUSES: [Duration; 2] = [Duration::from_millis(100), Duration::fro
 pub async fn supervise<F: Future<Output = Infallible> + Send>(what: &str, mut start: impl FnMut() -> F + Send) -> Infallible {
     let mut backoff = Backoff::new(RESTART_PAUSES[0], RESTART_PAUSES[1]);
     loop {
-        // A task that panicked is dropped, and what it shares with others is behind locks.
+        // Unwinding is safe: the task that panicked is dropped, and all state that it shares with others is behind locks.
         let Err(panic) = AssertUnwindSafe(async { start().await }).catch_unwind().await;
         let reason = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref().copied());
         tracing::error!("the task \"{what}\" panicked, and is started again: {}", reason.unwrap_or("no reason is known"));
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn child_shutdown_ends_separately_and_when_its_process_ends() {
+    async fn child_shutdown_ends_alone_or_with_its_process() {
         let process = Shutdown::default();
         let (first, second) = (process.child(), process.child());
         first.spawn(std::future::pending());

@@ -16,7 +16,7 @@ const NATS: &str = "async_nats";
 
 /// Maximum number of log lines that wait to be written.
 const LINES_MAX: usize = 8_192;
-/// How long the end of the process waits for the last lines.
+/// The maximum time for which a process that ends waits until its last lines are written.
 const FLUSH_MAX: Duration = Duration::from_secs(1);
 
 /// The format of a log.
@@ -82,8 +82,8 @@ fn write(lines: &Receiver<LogLine>) {
     }
 }
 
-/// Writes text for the operator to stdout or stderr. If the reader is gone or the disk is full, the text is dropped and [counted](lost), because
-/// serving must not depend on it.
+/// Writes text for the operator to stdout or stderr. If the reader has closed the pipe or the disk is full, the text is dropped and
+/// [counted](lost), because serving must not depend on it.
 pub fn tell(mut to: impl Write, text: &str) {
     count_lost(to.write_all(text.as_bytes()).and_then(|()| to.flush()));
 }

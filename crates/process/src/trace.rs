@@ -1,6 +1,6 @@
 //! Traces: a request's spans form one tree through all processes, and are exported to a collector over OTLP.
 //!
-//! - The decision to sample a request is made by its client or by the frontend, and applies in all processes. Other requests have no spans.
+//! - A request's client or the frontend decides whether the request is sampled, for all processes. Requests that are not sampled have no spans.
 //! - Spans hold names, counts and times; never text, token ids, or names chosen by clients.
 //! - No request waits for the collector: spans that it does not accept in time are lost and counted.
 

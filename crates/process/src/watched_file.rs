@@ -1,6 +1,6 @@
 //! A text file that is polled while the process runs, so that a change takes effect without a restart.
 //!
-//! A file may be read while it is being written, so a change is reported only when two consecutive polls read the same text.
+//! A poll may read a half-written file, so a change is reported only when two consecutive polls read the same text.
 
 use std::{
     fs,

@@ -20,7 +20,7 @@ use support::{Figures, Lcg, figures, recorded, traffic};
 use tandem_router::PrefillPlace;
 use tandem_simulator::{Faults, RandomLosses, RoutingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size};
 
-/// The seeds of the tie-break. The median of their figures counts.
+/// The seeds of the tie-break. The printed figures are medians over them.
 const SEEDS: [u64; 3] = [1, 2, 3];
 
 struct World {
@@ -29,7 +29,7 @@ struct World {
     requests: Vec<SimulatedRequest>,
 }
 
-/// A rule, and where this router's own may prefill.
+/// A rule and, for this router's own rule, where it may prefill.
 type Rule = (&'static str, RoutingRule, PrefillPlace);
 
 const RULES: [Rule; 6] = [

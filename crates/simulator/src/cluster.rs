@@ -23,7 +23,7 @@ pub struct SimulatedCluster {
     pub concurrency: Option<usize>,
     /// The workers that are lost.
     pub faults: Faults,
-    /// Ties are broken, and random workers chosen, by this number.
+    /// The seed with which ties are broken and random workers are chosen.
     pub seed: u64,
 }
 
@@ -32,7 +32,7 @@ pub struct SimulatedCluster {
 pub struct SimulatedWorker {
     /// The role. A decode worker also prefills the prompts that are placed on it alone.
     pub role: WorkerRole,
-    /// The factor by which it is slower than its [`SimulatedDevice`].
+    /// The factor by which the worker is slower than its [`SimulatedDevice`].
     pub slower: f64,
 }
 
@@ -45,7 +45,7 @@ pub struct SimulatedDevice {
     pub prefill_step: Duration,
     /// The fixed time of a step in which sequences generate.
     pub decode_step: Duration,
-    /// The time that each of these sequences adds to the step.
+    /// The time that each generating sequence adds to the step.
     pub decode_sequence: Duration,
     /// The size of a token's KV.
     pub kv_bytes_per_token: f64,
@@ -53,9 +53,9 @@ pub struct SimulatedDevice {
     pub transfer_bytes_per_second: f64,
     /// The KV memory. Default 524,288 tokens: 64 GiB with the default size of a token's KV.
     pub capacity_tokens: u64,
-    /// The most prompt tokens of a step.
+    /// The maximum number of prompt tokens in a step.
     pub step_tokens: u64,
-    /// The most sequences of a step.
+    /// The maximum number of sequences in a step.
     pub sequences_max: usize,
 }
 
@@ -80,7 +80,7 @@ impl Default for SimulatedDevice {
 pub enum Size {
     /// Workers that prefill and generate.
     Mixed(usize),
-    /// Workers that prefill for others, and workers that generate.
+    /// Prefill workers, and decode workers that receive the KV from them.
     Split {
         /// The number of prefill workers.
         prefill: usize,
@@ -133,7 +133,7 @@ impl SimulatedCluster {
         }
     }
 
-    /// Returns the cluster with equal workers, as many as `size` says, and without the losses of given workers.
+    /// Returns the cluster with `size` equal workers, and without the losses of particular workers.
     pub fn with_size(&self, size: Size) -> Self {
         let faults = Faults { losses: Vec::new(), ..self.faults.clone() };
         Self { workers: size.list(), faults, ..self.clone() }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 use tandem_kv::mix;
 
-/// Workers that are lost. Their connections break at once, as those of a killed process do, and they return with empty caches.
+/// Workers that are lost. Their connections break at once, as those of a killed process do. A worker that returns has an empty cache.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Faults {
     /// The losses at given times.
@@ -15,11 +15,11 @@ pub struct Faults {
 /// The loss of one worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Loss {
-    /// The worker's number in the cluster. The loss of a worker that is absent has no effect.
+    /// The worker's number in the cluster. The loss of a worker that is already lost is ignored.
     pub worker: usize,
-    /// The time from the beginning.
+    /// The time of the loss, counted from the beginning.
     pub at: Duration,
-    /// How long it is absent; `None`: it does not return.
+    /// How long the worker is absent; `None`: it does not return.
     pub lasts: Option<Duration>,
 }
 
@@ -33,7 +33,7 @@ pub struct RandomLosses {
 }
 
 impl Faults {
-    /// Whether there are any.
+    /// Whether there are no losses.
     pub fn is_empty(&self) -> bool {
         self.losses.is_empty() && self.random.is_none()
     }

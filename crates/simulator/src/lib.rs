@@ -1,8 +1,8 @@
 //! Simulates clusters in virtual time, with the placements of the real router.
 //!
 //! The index, the bookings, the costs and the prefix caches are those of a running cluster; devices are modelled by measured rates.
-//! [`simulate`] runs any requests on a [`SimulatedCluster`], [`replay`] those of a trace, and [`plan`] searches the smallest cluster that meets service
-//! levels. Equal input gives equal results.
+//! [`simulate`] runs any requests on a [`SimulatedCluster`], [`replay`] runs those of a trace, and [`plan`] searches the smallest cluster that
+//! meets service levels. Equal input gives equal results.
 
 mod cluster;
 mod faults;

@@ -3,24 +3,24 @@
 use crate::{Replay, SimulateError, Size, simulation::lacks_prefill_workers, trace::replay_until};
 use tandem_load::{ReplayProgress, report::Report};
 
-/// The number of ways in which the workers of one size are split into prefill and decode workers, at most.
+/// The maximum number of splits into prefill and decode workers that are tried for one number of workers.
 const SPLITS: usize = 7;
 
-/// What is searched.
+/// The settings of a search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PlanSettings {
     /// The share of the requests that must meet the service levels, up to 1.
     pub share: f64,
-    /// The most workers that a cluster may have.
+    /// The maximum number of workers in a cluster.
     pub workers_max: usize,
 }
 
 /// A cluster that meets the service levels.
 #[derive(Clone, Debug)]
 pub struct Trial {
-    /// Its workers.
+    /// The numbers of its workers.
     pub size: Size,
-    /// Its report.
+    /// The report of its simulation.
     pub report: Report,
 }
 
@@ -36,7 +36,7 @@ pub struct ClusterPlan {
 }
 
 impl ClusterPlan {
-    /// Returns the smaller of both clusters; mixed workers if both have as many workers.
+    /// Returns the cluster with fewer workers, or that of mixed workers if the numbers are equal.
     pub fn smallest(&self) -> Option<&Trial> {
         self.mixed.iter().chain(&self.split).min_by_key(|trial| trial.size.workers())
     }
@@ -50,8 +50,9 @@ struct Search<'a> {
 }
 
 /// Searches the smallest cluster of mixed workers, and the smallest cluster of prefill and decode workers, that meet the service levels of
-/// `replay` on its trace. A larger cluster is assumed to meet them as well, so sizes are doubled and then halved. Of each size, at most seven
-/// splits into prefill and decode workers are tried. The workers of `replay` are ignored. `progress` is called after each request.
+/// `replay` on its trace. A larger cluster is assumed to meet them as well, so the size is found by doubling and then by bisection. For each
+/// size, at most seven splits into prefill and decode workers are tried. The workers of `replay` are ignored. `progress` is called after each
+/// request.
 ///
 /// # Errors
 /// The trace cannot be read or simulated.
@@ -106,8 +107,8 @@ fn splits(workers: usize, share: f64) -> Vec<Size> {
     prefill.into_iter().map(|prefill| Size::Split { prefill, decode: workers - prefill }).collect()
 }
 
-/// Returns what `good` returns for the smallest number for which it returns something, from `least` to `most`. If it does so for a number,
-/// it is assumed to do so for all larger ones.
+/// Returns the result of `good` for the smallest number from `least` to `most` for which it is not `None`. If it is not `None` for a number, it
+/// is assumed not to be `None` for all larger ones.
 fn smallest<T, E>(least: usize, most: usize, good: &mut dyn FnMut(usize) -> Result<Option<T>, E>) -> Result<Option<T>, E> {
     let (mut bad, mut next) = (least - 1, least);
     let (mut best, mut found) = loop {

@@ -26,12 +26,12 @@ pub enum RoutingRule {
     Sglang,
 }
 
-/// What a rule knows of a request.
+/// The properties of a request that a rule can use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Query {
     pub(crate) prompt_tokens: u64,
     pub(crate) block_tokens: u64,
-    /// Whether the cached prefix is ignored, as these rules do for the decode worker of a pair.
+    /// Whether the cached prefix is ignored. The rules of other routers ignore it when they choose the decode worker of a pair.
     pub(crate) by_load: bool,
     /// The number of the request.
     pub(crate) number: u64,
@@ -56,7 +56,7 @@ impl Query {
         mix(mix(self.seed ^ self.number.wrapping_mul(0x9E37_79B9_7F4A_7C15)) ^ at as u64)
     }
 
-    /// Returns the position of the worker with the least value, a random one of several.
+    /// Returns the position of the worker with the least value; of several such workers, a random one.
     fn least(&self, workers: &[&Candidate], of: impl Fn(&Candidate) -> f64) -> Option<usize> {
         let ranked = workers.iter().enumerate().map(|(at, worker)| (of(worker), self.random(at), at));
         let least = ranked.min_by(|one, other| one.0.total_cmp(&other.0).then(one.1.cmp(&other.1)));
@@ -78,7 +78,7 @@ impl RoutingRule {
         }
     }
 
-    /// Returns the position of the chosen worker; `None` without workers, and if this router's own rule is to choose.
+    /// Returns the position of the chosen worker; `None` without workers, and for [`RoutingRule::Tandem`], whose choice the real router makes.
     pub(crate) fn choose(self, query: &Query, workers: &[&Candidate]) -> Option<usize> {
         match self {
             Self::Tandem => None,
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn round_robin_alternates_and_random_reaches_all() {
+    fn round_robin_alternates_and_random_reaches_all_workers() {
         let idle = workers(3, |_, _| {});
         let chosen: Vec<_> = (0..6).filter_map(|number| choose(RoutingRule::RoundRobin, &idle, number, false)).collect();
         assert_eq!(chosen, [0, 1, 2, 0, 1, 2]);
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_those_of_the_command_line() {
+    fn rule_names_are_those_of_the_command_line() {
         for policy in RoutingRule::value_variants() {
             assert_eq!(policy.to_possible_value().expect("no variant is hidden").get_name(), policy.name());
         }

@@ -10,11 +10,11 @@ pub(crate) const TOKENS_OF_ID: usize = 2;
 /// A request to simulate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SimulatedRequest {
-    /// The time at which it arrives, from the beginning.
+    /// The time at which the request arrives, counted from the beginning.
     pub at: Duration,
     /// The prompt's tokens; at least 1.
     pub prompt_tokens: u32,
-    /// The ids of the prompt's full blocks. Prompts have the blocks in common that precede the first difference.
+    /// The ids of the prompt's full blocks. Two prompts share the blocks before the first id that differs.
     pub blocks: Arc<[u64]>,
     /// The tokens of the answer; at least 1.
     pub answer_tokens: u64,
@@ -25,9 +25,9 @@ pub struct SimulatedRequest {
 /// A request that has arrived.
 #[derive(Debug)]
 pub(crate) struct Arrived {
-    /// Its number in the order of arrival.
+    /// The request's number in the order of arrival.
     pub(crate) number: u64,
-    /// The time at which it was due, in microseconds.
+    /// The time at which the request was due, in microseconds.
     pub(crate) at: u64,
     pub(crate) prompt_tokens: u64,
     pub(crate) answer_tokens: u64,

@@ -14,17 +14,17 @@ use tandem_router::{
     VirtualWorker, WorkerRole,
 };
 
-/// The most placements of a request until a token is sampled, and the most workers on which one answer is continued: the defaults of routers
+/// The maximum number of placements of a request before its first token, and of workers on which one answer is continued: the defaults of routers
 /// and frontends.
 const ATTEMPTS_MAX: u32 = 3;
 const RESUMES_MAX: u32 = 8;
 
-/// What a simulation counts besides the outcomes of requests.
+/// The counts of a simulation besides the outcomes of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     /// The requests that ended, answered or refused.
     pub requests: u64,
-    /// The sequences that gave their blocks back and were computed again.
+    /// The number of preemptions: sequences that gave their blocks back and were computed again.
     pub preemptions: u64,
     /// The workers that were lost.
     pub losses: u64,
@@ -36,7 +36,7 @@ pub struct Totals {
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum SimulationEvent {
-    /// The step that a worker began after this number of losses has ended.
+    /// A step of a worker has ended. `losses` is how often the worker was lost before the step began, so that a step of a lost worker is ignored.
     Stepped {
         worker: usize,
         losses: u64,
@@ -61,7 +61,7 @@ struct Simulation<'a> {
     workers: Vec<SimulatedEngine>,
     names: Vec<Arc<str>>,
     events: BinaryHeap<Reverse<(u64, u64, SimulationEvent)>>,
-    /// The number of events so far, which orders events of one time.
+    /// The number of events scheduled so far, which orders events with equal times.
     scheduled: u64,
     arrived: u64,
     in_flight: usize,
@@ -140,7 +140,7 @@ impl<'a> Simulation<'a> {
                 Some(max) => (self.in_flight < max).then_some(now),
             });
             if due.is_none() && self.in_flight == 0 {
-                // Nothing is left but faults.
+                // Only losses and returns of workers are left, so no request can end any more.
                 break;
             }
             let next = self.events.peek().map(|Reverse((at, _, _))| *at);
@@ -206,7 +206,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Places a request of whose answer `generated` tokens are known. Returns `None` if no worker can take it.
+    /// Places a request whose answer has `generated` tokens so far. Returns `None` if no worker can take it.
     fn place(&mut self, arrived: &Arrived, generated: u64, attempt: u32) -> Option<VirtualPlacement> {
         let reusable = arrived.reusable_blocks(self.cluster.block_tokens) as usize;
         let prompt_tokens = arrived.prompt_tokens + generated;
@@ -271,7 +271,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Loses a worker. Frontends notice this at once, because the worker's connections break, and place its requests again.
+    /// Simulates the loss of a worker. Frontends notice this at once, because the worker's connections break, and place its requests again.
     fn lost(
         &mut self,
         now: u64,
@@ -392,7 +392,7 @@ impl<'a> Simulation<'a> {
 
     fn received(&mut self, now: u64, from: usize, to: usize, booking: VirtualBooking) {
         let worker = &mut self.workers[from];
-        // A sequence one of whose workers was lost is not sent any more.
+        // If one of the sequence's two workers was lost meanwhile, the sequence is not in `sending` any more.
         let Some(at) = worker.sending.iter().position(|sequence| sequence.placement.booking == booking) else { return };
         let mut sequence = worker.sending.remove(at);
         worker.release(&mut sequence);

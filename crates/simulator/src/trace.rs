@@ -12,14 +12,14 @@ use tandem_load::{
 };
 use tandem_router::WorkerRole;
 
-/// The rows of a trace that are read ahead.
+/// The number of rows of a trace that are read ahead.
 const PREPARED: usize = 256;
 
 /// The longest time of a step, of a transfer, and between the first and the last request.
 const DAYS_MAX: u64 = 10_000;
 
-/// The names of the facts of a report that count faults: workers that were lost, answers that were continued on another worker after their first
-/// token, and prompts that were placed again before.
+/// The names of a report's facts about faults: the numbers of lost workers, of answers that were continued on another worker, and of prompts that
+/// were placed again before their first token.
 pub const FAULT_FACTS: [&str; 3] = ["lost workers", "resumed answers", "retried prompts"];
 
 /// The simulation of a trace.
@@ -27,9 +27,9 @@ pub const FAULT_FACTS: [&str; 3] = ["lost workers", "resumed answers", "retried 
 pub struct Replay<'a> {
     /// The trace. It names the blocks of its prompts.
     pub trace: &'a Trace,
-    /// The cluster. Its blocks are those of the trace, whatever `block_tokens` says.
+    /// The cluster. The trace's block size is used instead of the cluster's `block_tokens`.
     pub cluster: SimulatedCluster,
-    /// How many times as fast as recorded requests arrive.
+    /// The factor by which requests arrive faster than recorded.
     pub speed: f64,
     /// The service levels for the goodput.
     pub slo: Slo,
@@ -76,7 +76,7 @@ pub fn replay(replay: &Replay<'_>, progress: &mut dyn FnMut(ReplayProgress)) -> 
     Ok(replay_until(replay, u64::MAX, progress)?.expect("any number of requests may miss the service levels"))
 }
 
-/// Like [`replay`]. Returns `None` when more than `misses_max` requests have missed the service levels, and aborts the simulation then.
+/// Like [`replay`]. Aborts the simulation and returns `None` as soon as more than `misses_max` requests have missed the service levels.
 pub(crate) fn replay_until(
     replay: &Replay<'_>,
     misses_max: u64,

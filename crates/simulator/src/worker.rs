@@ -30,7 +30,7 @@ pub(crate) struct SimulatedSequence {
     /// The blocks of the prompt that were cached when the sequence was first admitted. A sequence that is placed again keeps the number if it
     /// has its first token.
     pub(crate) cached_blocks: Option<u32>,
-    /// The time at which it was last admitted.
+    /// The time at which the sequence was last admitted.
     pub(crate) admitted: u64,
     /// The number of prompt tokens that its latest step computed.
     pub(crate) step_tokens: u64,
@@ -40,7 +40,7 @@ pub(crate) struct SimulatedSequence {
     pub(crate) begun_with: Option<VirtualPlacement>,
     /// Whether the latest placement has led to a token.
     pub(crate) has_token: bool,
-    /// The number of this placement since the latest token, from 1.
+    /// How often the sequence was placed since its latest token, this placement included.
     pub(crate) attempt: u32,
     /// How often the answer was continued on another worker.
     pub(crate) resumes: u32,
@@ -49,13 +49,13 @@ pub(crate) struct SimulatedSequence {
     committed: usize,
     /// The tokens of the prompt and of the answer that were known when the sequence was placed.
     prompt_tokens: u64,
-    /// Whether all of these but the last are computed, so that tokens are sampled.
+    /// Whether all of these `prompt_tokens` but the last are computed, so that steps sample tokens.
     samples: bool,
     /// Whether the KV is received from a prefill worker.
     received: bool,
     /// Whether the sequence has lost its blocks to others.
     preempted: bool,
-    /// When the sequence is due, in prompt tokens that its worker has computed, and its number on the worker. Both order prompts.
+    /// The order of prompts: by when the sequence is due, in prompt tokens that its worker has computed, then by its number on the worker.
     due: (u64, u64),
 }
 
@@ -67,12 +67,12 @@ pub(crate) struct TokenTimes {
     last: u64,
 }
 
-/// The sequences that a step has brought forward.
+/// The results of a step.
 #[derive(Default)]
 pub(crate) struct Stepped {
     /// The placements that have led to a token, with the numbers of cached blocks, which are not known if an answer was continued.
     pub(crate) first: Vec<(VirtualPlacement, Option<u32>)>,
-    /// Those that have ended on this worker. They still have their blocks.
+    /// The sequences that have ended on this worker. They still have their blocks.
     pub(crate) ended: Vec<SimulatedSequence>,
 }
 
@@ -151,12 +151,12 @@ impl SimulatedSequence {
         }
     }
 
-    /// Makes it a sequence whose KV was received.
+    /// Returns the sequence after its KV was received from a prefill worker.
     pub(crate) fn received(self) -> Self {
         Self { own: 0, received: true, computed: 0, committed: 0, ..self }
     }
 
-    /// Makes it a sequence that is placed again, because a worker was lost. The tokens of the answer are computed again with the prompt.
+    /// Returns the sequence with a new placement, after one of its workers was lost. The tokens of the answer are computed again with the prompt.
     pub(crate) fn placed_again(self, placement: VirtualPlacement) -> Self {
         let cached_blocks = self.cached_blocks.filter(|_| self.sampled > 0);
         Self {
@@ -239,7 +239,7 @@ impl SimulatedEngine {
         sequence.target() - known * self.block_tokens
     }
 
-    /// Loses everything. Returns the sequences that were on the worker.
+    /// Removes all sequences and cached blocks of the lost worker. Returns the sequences.
     pub(crate) fn lose(&mut self) -> Vec<SimulatedSequence> {
         let counts = self.cache.counts();
         let capacity_blocks = counts.free + counts.cached + counts.in_use;
@@ -346,7 +346,7 @@ impl SimulatedEngine {
             if !sequence.preempted && !sequence.received && tokens_before >= LOOKAHEAD_STEPS * self.device.step_tokens {
                 break;
             }
-            // Sequences that generate keep room for their next blocks.
+            // Blocks are kept free for the next tokens of the sequences that generate.
             let spare_blocks = match self.role {
                 WorkerRole::Prefill => 0,
                 WorkerRole::Decode => self.running.len() as u32 + u32::from(sequence.target().is_multiple_of(self.block_tokens)),
@@ -407,7 +407,7 @@ impl SimulatedEngine {
         }
         self.prefilled_tokens += prefilled;
         self.long_steps += u64::from(prefilled >= LONG_STEP_TOKENS);
-        // A step takes time, so that time passes.
+        // A step takes at least a microsecond, so that virtual time advances.
         Some((tokens, (time.mul_f64(self.slower).as_micros() as u64).max(1)))
     }
 

@@ -61,7 +61,7 @@ fn prompts_without_common_prefix_wait_no_longer_than_with_fewest_requests() {
     assert!(aware.ttft_mean_s < 1.02 * blind.ttft_mean_s, "{aware:?} {blind:?}");
 }
 
-/// All requests have the first block in common, and most have nothing else in common: overlap must not outweigh load.
+/// All requests share the first block, and most share no other block: overlap must not outweigh load.
 #[test]
 fn recorded_conversations_wait_less_than_with_baselines_and_load_is_balanced() {
     let Some(prompts) = support::recorded(1_500, 1.5, 1) else { return };

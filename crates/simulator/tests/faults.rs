@@ -1,4 +1,4 @@
-//! Workers that are lost, and those that are slow.
+//! Tests of clusters in which workers are lost or slow.
 
 mod support;
 
@@ -26,7 +26,7 @@ fn answer(outcome: &RequestOutcome) -> &MeasuredAnswer {
     outcome.result.as_ref().expect("the request is answered")
 }
 
-/// Returns the cluster without this worker from the time `at_us` on.
+/// Returns the cluster with the loss of this worker at the time `at_us`.
 fn without(cluster: &SimulatedCluster, worker: usize, at_us: u64, lasts: Option<Duration>) -> SimulatedCluster {
     let mut lost = cluster.clone();
     lost.faults.losses.push(Loss { worker, at: Duration::from_micros(at_us), lasts });
@@ -179,7 +179,7 @@ fn cluster() -> impl Strategy<Value = SimulatedCluster> {
 proptest! {
     // The simulation itself asserts that no block is in use and no request is booked at its end.
     #[test]
-    fn every_request_ends_once_whatever_is_lost(cluster in cluster(), requests in requests()) {
+    fn every_request_ends_once_whichever_workers_are_lost(cluster in cluster(), requests in requests()) {
         let (outcomes, totals) = run(&cluster, &requests);
         prop_assert_eq!((outcomes.len(), totals.requests as usize), (requests.len(), requests.len()));
         for outcome in &outcomes {

@@ -1,4 +1,4 @@
-//! What holds for every cluster and every load.
+//! Properties that hold for every cluster and every load.
 
 use proptest::{collection::vec, prelude::*, sample::select};
 use std::{collections::BTreeMap, ops::ControlFlow, time::Duration};
@@ -68,7 +68,7 @@ proptest! {
         let (outcomes, totals) = run(&cluster, &requests);
         prop_assert_eq!((outcomes.len(), totals.requests as usize), (requests.len(), requests.len()));
         let capacity = cluster.device.capacity_tokens;
-        // Outcomes have no ids, so the multisets of what was asked and of what was answered are compared.
+        // Outcomes have no ids, so the multisets of requested and of answered token counts are compared.
         let (mut asked, mut answered) = (BTreeMap::<(u64, u64), u32>::new(), BTreeMap::<(u64, u64), u32>::new());
         let mut too_long = 0;
         for request in &requests {
@@ -109,7 +109,7 @@ proptest! {
 
     /// The times of a single request are known exactly.
     #[test]
-    fn lonely_request_takes_the_time_of_its_steps(policy in select(POLICIES.to_vec()), blocks in 0..60_u64, answer_tokens in 1..50_u64) {
+    fn single_request_takes_the_time_of_its_steps(policy in select(POLICIES.to_vec()), blocks in 0..60_u64, answer_tokens in 1..50_u64) {
         let device = SimulatedDevice { step_tokens: 100, ..SimulatedDevice::default() };
         let cluster = SimulatedCluster { device, block_tokens: BLOCK, ..SimulatedCluster::new(policy, Size::Mixed(3)) };
         let prompt = blocks * BLOCK + 5;

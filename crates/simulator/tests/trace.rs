@@ -82,7 +82,7 @@ fn speed_and_concurrency_change_the_times_of_arrival() {
 }
 
 #[test]
-fn what_cannot_be_simulated_is_refused() {
+fn unusable_traces_and_clusters_are_refused() {
     let (timed, untimed) = (steady(1, 0), open("{\"input_length\": 5, \"output_length\": 1, \"hash_ids\": []}\n"));
     let chat = open("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], \"timestamp\": 1}\n");
     let with = |device| SimulatedCluster { device, ..mixed(1) };
@@ -139,7 +139,7 @@ fn plan_finds_the_smallest_cluster() {
 }
 
 #[test]
-fn plan_without_large_enough_cluster_finds_none() {
+fn plan_finds_no_cluster_if_the_maximum_size_is_too_small() {
     let trace = steady(50, 20);
     let found = search(&trace, Slo { ttft: Some(Duration::from_millis(50)), ..Slo::default() }, 0.5, 4);
     assert!(found.smallest().is_none() && found.trials > 2, "{found:?}");

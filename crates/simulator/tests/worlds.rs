@@ -95,7 +95,7 @@ fn compare(what: &str, world: &SimulatedCluster, prompts: &[SimulatedRequest]) -
     (ours, best)
 }
 
-/// Asserts that requests wait no longer with this router's policy than with the best other rule, up to these factors.
+/// Asserts that the waits with this router's policy are at most these multiples of the shortest waits with the other rules.
 fn assert_no_rule_is_better(Case { name, world, .. }: &Case, prompts: &[SimulatedRequest], mean_max: f64, p99_max: f64) {
     let (ours, best) = compare(name, world, prompts);
     assert!(ours.ttft_mean_s <= mean_max * best.ttft_mean_s, "{name}: {ours:?} {best:?}");
@@ -124,7 +124,7 @@ fn cost_policy_has_the_shortest_waits_on_recorded_conversations() {
     }
 }
 
-/// Prefill workers are there so that prompts delay no answers. A decode worker computes a prompt only if that costs the answers that run there less than it saves.
+/// Prefill workers keep prompts from delaying answers. A decode worker prefills only if this delays the answers that run on it less than it saves.
 #[test]
 fn prompts_are_prefilled_on_decode_workers_only_where_this_delays_answers_little() {
     for (prefill, decode, faster) in [(6, 2, 1.0), (6, 3, 1.0), (4, 4, 1.0), (6, 2, 2.0)] {
@@ -141,7 +141,7 @@ fn prompts_are_prefilled_on_decode_workers_only_where_this_delays_answers_little
     }
 }
 
-/// Where too few workers prefill, the decode workers help, although this delays answers.
+/// If the prefill workers are overloaded, decode workers prefill as well, although this delays answers.
 #[test]
 fn decode_workers_help_saturated_prefill_workers() {
     let prompts = traffic::conversations(1_000, 3.0, 1.0, 1);
@@ -151,9 +151,9 @@ fn decode_workers_help_saturated_prefill_workers() {
     assert!(auto.ttft_mean_s < 0.2 * remote.ttft_mean_s && auto.end_mean_s < 0.5 * remote.end_mean_s, "{auto:?} {remote:?}");
 }
 
-/// The preference exchanges first tokens for the speed of answers.
+/// A higher preference for answers lengthens the waits for first tokens and shortens the times between tokens.
 #[test]
-fn answer_preference_exchanges_first_tokens_for_the_speed_of_answers() {
+fn answer_preference_delays_first_tokens_and_speeds_up_answers() {
     let prompts = traffic::conversations(1_000, 3.0, 1.0, 1);
     let with = |answer_preference| {
         let costs = Costs { answer_preference, ..Costs::default() };

@@ -42,7 +42,7 @@ pub struct CertArgs {
 /// The folder cannot be written, another user may write it, or it has only a part of an authority.
 pub fn run(args: &CertArgs) -> Result<String> {
     let CertArgs { folder, cluster, days } = args;
-    // Without a slash at its end, so that a link is not followed.
+    // The path gets no slash at its end, so that a symbolic link is not followed.
     let folder: &Path = folder.components().as_path();
     DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(folder).with_context(|| cannot("created", folder))?;
     check_folder(folder)?;
@@ -112,7 +112,7 @@ fn valid_for(mut params: CertificateParams, days: u32) -> Result<CertificatePara
 }
 
 fn write(path: &Path, mode: u32, text: &str) -> Result<()> {
-    // The file, or a link in its place, is replaced as a whole, so that a process never reads a part of it, and no other file is written.
+    // The file is replaced atomically, so no process reads half of it. A symbolic link in its place is replaced, not followed.
     let folder = path.parent().expect("the path is that of a file in a folder");
     let replace = || {
         let mut new = tempfile::Builder::new().permissions(Permissions::from_mode(mode)).tempfile_in(folder)?;
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn folder_of_others_is_refused() {
+    fn folder_that_is_a_link_or_writable_by_others_is_refused() {
         let place = tempfile::tempdir().expect("the system can create a temporary folder");
         let (folder, link) = (place.path().join("certs"), place.path().join("link/"));
         cert(&folder).expect("the folder is new");

@@ -7,7 +7,7 @@ use ureq::{
     tls::{Certificate, RootCerts, TlsConfig},
 };
 
-/// Time limit for a whole reply. Processes answer these requests without generating text.
+/// Time limit for a complete reply. Processes answer these requests without generating text.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit for a connection. A server on another continent answers within a second.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

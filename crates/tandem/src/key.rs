@@ -153,7 +153,7 @@ fn list(file: &ApiKeyFile) -> String {
 }
 
 /// Reads the file, changes it, and replaces it atomically, so that a frontend reads the old or the new file. A missing file has no keys. The
-/// folder is locked meanwhile, so that of two programs that edit the file at once, the second one sees the change of the first one.
+/// folder is locked meanwhile, so that no change is lost if two programs edit the file at once.
 fn edit<T>(path: &Path, change: impl FnOnce(&mut ApiKeyFile) -> Result<T>) -> Result<T> {
     // The file that a symbolic link names is replaced, not the link.
     let path = &path.canonicalize().unwrap_or_else(|_| path.to_owned());

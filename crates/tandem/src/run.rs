@@ -19,7 +19,7 @@ use anyhow::Context;
 use std::time::Duration;
 use tandem_process::telemetry::tell;
 
-/// Runs the subcommand until it ends; a serving role until it is stopped. Not generic, so that the binary's own crate compiles no part of it.
+/// Runs the subcommand until it ends, a serving role until it is stopped. Not generic, so that it is compiled with the library, not with the binary.
 ///
 /// # Errors
 /// The subcommand fails; the message says what to do.

@@ -122,7 +122,7 @@ impl Signals {
     }
 }
 
-/// Returns whether the process ignores SIGHUP. Where the system does not tell, SIGHUP keeps its effect.
+/// Returns whether the process ignores SIGHUP; also true if the system does not report it, so that no handler replaces the signal's effect.
 fn hangup_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());

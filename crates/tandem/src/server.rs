@@ -102,7 +102,7 @@ impl HttpServer {
         read(request.content_type("application/json").header(header.0, header.1).send(body)?)
     }
 
-    /// Sends a POST with a body of JSON. Returns the reply, of which the body is still to be read, without a time limit.
+    /// Sends a POST with a body of JSON, without a time limit. Returns the reply when its head has arrived; the caller reads the body.
     #[cfg(feature = "chat")]
     pub(crate) fn stream(&self, path: &str, body: &str) -> Result<ureq::http::Response<ureq::Body>, ureq::Error> {
         let request = with_key(http::agent(None, &self.ca).post(self.url(path)), self.key.as_deref());
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn kind_of_a_server_follows_from_its_answer() {
+    fn kind_of_a_server_is_recognized_by_its_answer() {
         let unused = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port is free");
         assert_eq!(kind(&address(&unused.to_string()).expect("the address is valid")), None);
         for (reply, words) in [

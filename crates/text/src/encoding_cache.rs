@@ -1,8 +1,8 @@
-//! Remembers the token ids of texts, so that the earlier messages of a conversation are not encoded again with each turn.
+//! Caches the token ids of texts, so that the earlier messages of a conversation are not encoded again with each turn.
 //!
 //! An entry is the text between two names of special tokens. [`Tokenizer`](super::Tokenizer) cuts a prompt there before any step of the model's own
-//! algorithm and encodes each part on its own, so a part's ids depend on nothing but its text, and on whether it is at the start of the prompt. An
-//! entry is used only after both, and the cache namespace, were compared in full: a collision of hashes is a miss.
+//! algorithm and encodes each part on its own, so a part's ids depend on nothing but its text, and on whether it is at the start of the prompt. On a
+//! lookup, text, position and cache namespace are compared in full, so a collision of hashes is a miss.
 
 use crate::tokenizer::PromptPart;
 use foldhash::fast::RandomState;
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use std::{hash::BuildHasher, sync::Arc};
 use tandem_kv::{Namespace, TokenId};
 
-/// Shorter parts are not remembered. Encoding them costs little more than finding them.
+/// Parts shorter than this are not cached. Encoding them costs little more than a lookup.
 const PART_BYTES_MIN: usize = 32;
 /// The memory of an entry besides its text and ids, roughly.
 const ENTRY_BYTES: usize = 192;
@@ -20,7 +20,7 @@ const ENTRY_BYTES: usize = 192;
 /// The entries of all namespaces. The entry that was used least recently is removed first.
 pub struct EncodingCache {
     entries: Mutex<EncodingEntries>,
-    /// 0: nothing is remembered.
+    /// The maximum memory of all entries; 0: nothing is cached.
     bytes_max: usize,
     hasher: RandomState,
     metrics: EncodingMetrics,
@@ -30,9 +30,9 @@ pub struct EncodingCache {
 pub struct EncodingMetrics {
     /// The memory in use, in bytes.
     pub bytes: Gauge,
-    /// Bytes of text whose ids were remembered.
+    /// Bytes of text whose ids were found in the cache.
     pub hits: Counter,
-    /// Bytes of text whose ids were computed.
+    /// Bytes of text that had to be encoded.
     pub misses: Counter,
 }
 
@@ -48,7 +48,7 @@ struct CachedEncoding {
     ids: Box<[TokenId]>,
 }
 
-/// The entries of one namespace. Requests of other namespaces cannot find out by the time of their own whether a text is among them.
+/// The entries of one namespace. Requests of other namespaces never hit them, so their timing does not reveal which texts are cached.
 #[derive(Clone)]
 pub struct NamespaceEncodings {
     cache: Arc<EncodingCache>,
@@ -84,7 +84,7 @@ impl EncodingCache {
             removed.push(oldest);
         }
         self.metrics.bytes.set(entries.bytes as f64);
-        // The removed entries are dropped after the lock.
+        // The removed entries are dropped after the lock is released.
         drop(entries);
     }
 }
@@ -140,7 +140,7 @@ mod tests {
         PromptPart { text, is_first: true }
     }
 
-    /// Returns whether the ids of the text had to be computed. They are the text's bytes.
+    /// Returns whether the text had to be encoded. In these tests, a text's ids are its bytes.
     fn computes(encodings: &NamespaceEncodings, part: PromptPart<'_>) -> bool {
         let (mut ids, mut computes) = (vec![7], false);
         let encode = |ids: &mut Vec<TokenId>| {
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_encoded_once_for_each_namespace_and_place() {
+    fn text_is_encoded_once_for_each_namespace_and_position() {
         let cache = cache(1 << 20);
         let text = "x".repeat(PART_BYTES_MIN);
         let namespace = Namespace::new("m", "r", "", "");
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_and_the_text_used_last_stays() {
+    fn memory_is_bounded_and_the_most_recently_used_text_stays_cached() {
         let texts: Vec<String> = (0..64).map(|index| format!("{index:>1000}")).collect();
         let entry = ENTRY_BYTES + 5 * texts[0].len();
         let cache = cache(8 * entry);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn cache_of_no_bytes_remembers_nothing() {
+    fn cache_of_zero_bytes_stores_nothing() {
         let encodings = cache(0).of(Namespace::new("m", "r", "", ""));
         let text = "x".repeat(1000);
         assert!(computes(&encodings, first(&text)) && computes(&encodings, first(&text)));

@@ -1,7 +1,7 @@
 //! Finds stop strings in a text that arrives in chunks.
 
 /// Finds stop strings, and holds back text that may be the beginning of one. The stop string that is complete first ends the answer. If several are
-/// complete at the same character, the one that began first counts. The result does not depend on how the text is split into chunks.
+/// complete at the same character, the one that began first is used. The result does not depend on how the text is split into chunks.
 pub struct StopMatcher {
     stops: Vec<String>,
     /// Whether the text that is passed on includes the stop string that ends it.
@@ -10,7 +10,7 @@ pub struct StopMatcher {
 }
 
 impl StopMatcher {
-    /// Returns a matcher of these strings. `included`: the text that is passed on includes the one that ends it.
+    /// Returns a matcher of these strings. `included`: the stop string that ends the text is part of the text that is passed on.
     pub fn new(stops: Vec<String>, included: bool) -> Self {
         Self { stops, included, held: String::new() }
     }
@@ -35,7 +35,7 @@ impl StopMatcher {
         None
     }
 
-    /// Adds a chunk in which stop strings are ignored: a stop string that begins before or in this chunk does not count.
+    /// Adds a chunk in which stop strings are ignored: one that begins before or in this chunk is not found.
     pub fn pass(&mut self, chunk: &str, out: &mut String) {
         self.finish(out);
         out.push_str(chunk);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_string_that_begins_in_unmatched_text_does_not_count() {
+    fn stop_string_that_begins_in_unmatched_text_is_ignored() {
         let mut matcher = StopMatcher::new(vec!["END".to_owned()], false);
         let mut out = String::new();
         matcher.pass("xE", &mut out);

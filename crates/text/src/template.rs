@@ -58,7 +58,7 @@ pub enum RenderError {
     Exhausted,
     /// The text is longer than the caller allows.
     TooLong,
-    /// There is no thread for the template, or the program failed on it.
+    /// The thread for the template cannot be started, or the rendering panicked.
     Failed(StackError),
 }
 

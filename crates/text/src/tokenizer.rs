@@ -152,8 +152,8 @@ impl Tokenizer {
         self.encode_cut(text, literals, None, None)
     }
 
-    /// Encodes a prompt in which the names of special tokens become their ids, except names that [`Tokenizer::mark`] has marked with `guard`. Gives the
-    /// same ids with and without remembered `encodings`.
+    /// Encodes a prompt in which the names of special tokens become their ids, except names that [`Tokenizer::mark`] has marked with `guard`. The
+    /// ids do not depend on what `encodings` has cached.
     ///
     /// # Errors
     /// Fails if the model's tokenizer cannot encode the text.
@@ -208,12 +208,12 @@ impl Tokenizer {
         self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
     }
 
-    /// Returns the bytes of each token in the order of their ids, and whether it is a special token.
+    /// Returns the bytes of each token, and whether it is a special token, in the order of the ids.
     pub fn tokens(&self) -> impl Iterator<Item = (&[u8], bool)> {
         self.tokens.iter().map(|token| (&*token.bytes, token.special))
     }
 
-    /// Returns whether the token has no visible text. An unknown id counts as such a token.
+    /// Returns whether the token has no visible text. This is also true of an unknown id.
     pub fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }
@@ -241,12 +241,12 @@ impl Tokenizer {
         guard: Option<Guard>,
         encodings: Option<&NamespaceEncodings>,
     ) -> Result<Vec<TokenId>, EncodeError> {
-        // Each call encodes what is between two special tokens.
+        // Each call encodes the text between two special tokens.
         let encode = |part: PromptPart<'_>, ids: &mut Vec<TokenId>| self.encode_plain(part, guard, encodings, ids);
         let mut ids = Vec::with_capacity(text.len() / 4);
         let mut last = 0;
         for found in literals.automaton.find_iter(text).filter(|found| !found.is_empty()) {
-            // The preceding token may have taken a part of the name.
+            // The white space that the preceding token includes (`rstrip`) may be a part of this name.
             if found.start() < last {
                 continue;
             }

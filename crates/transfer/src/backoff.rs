@@ -5,7 +5,7 @@ use std::{collections::HashMap, time::Duration};
 use tandem_process::Backoff;
 use tokio::time::Instant;
 
-/// A path remembers the failures of at most this many peers: more than a cluster has workers of one role.
+/// A path keeps the failures of at most this many peers: more than a cluster has workers of one role.
 pub(crate) const PEERS_MAX: usize = 256;
 
 /// The longest pause is a random time between this value and twice this value, so it is at most five minutes.
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn failed_peers_are_retried_at_different_times_and_their_number_is_bounded() {
+    async fn paths_to_failed_peers_are_retried_at_different_times_and_the_number_of_peers_is_bounded() {
         let backoff = PeerBackoff::new(BACKOFF_MAX);
         for peer in 0..10 * PEERS_MAX {
             backoff.fail(&peer.to_string());

@@ -20,7 +20,7 @@ impl From<Refused> for Status {
 /// The owner of the memory into which blocks are written. A refused write ends the ticket's reservation, if there is one.
 #[tonic::async_trait]
 pub trait Destination: Send + Sync + 'static {
-    /// Writes one block, whole or not at all. Returns when the block is in the memory. `index` is the block's position in the prompt, from
+    /// Writes one block, completely or not at all. Returns when the block is in the memory. `index` is the block's position in the prompt, from
     /// 0.
     ///
     /// # Errors
@@ -36,10 +36,10 @@ pub trait Destination: Send + Sync + 'static {
     /// Reports to the owner of the memory that the worker which computed the ticket's blocks has written all of them.
     async fn confirm(&self, ticket: Ticket);
 
-    /// Refuses blocks that the sender announced as ready in its own memory, because the ticket names no path on which they can be copied.
+    /// Refuses blocks that the sender has announced for a copy from its own memory, because the ticket names no path for such copies.
     async fn refuse(&self, ticket: Ticket) -> Refused;
 
-    /// Reports to the owner of the memory that a path to a peer could not be used, so that its blocks take another one. Path and reason are
-    /// labels of metrics.
+    /// Reports to the owner of the memory that a path to a peer could not be used, so that the peer's blocks take another path. `path` and `reason`
+    /// are labels of metrics.
     fn path_refused(&self, path: &'static str, reason: &'static str);
 }

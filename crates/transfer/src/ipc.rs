@@ -138,8 +138,8 @@ impl IpcReceiver {
                 let error = error_chain(error);
                 tracing::warn!(error, "cannot copy a prompt's KV blocks from the prefill worker's GPU; the transfer is aborted");
             });
-            // If the reservation has ended meanwhile and the peer's entry as well, the drop closes the memory. That must happen before the
-            // engine is notified that the write has ended.
+            // This drop closes the peer's memory if the reservation and the peer's entry have ended meanwhile. The memory must be closed before
+            // the engine is notified that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)
         };

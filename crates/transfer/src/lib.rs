@@ -1,4 +1,4 @@
-//! Moves KV blocks from a prefill worker's memory into a decode worker's.
+//! Moves KV blocks from a prefill worker's memory into a decode worker's memory.
 //!
 //! The prefill worker opens a [`Transfer`] for each ticket ([`SendPaths::open`]). The decode worker chooses the path that the ticket names
 //! ([`ReceivePaths::negotiate`]) and serves [`ReceivePaths::service`].
@@ -11,9 +11,9 @@
 //! | simulated | as on the host path, at the bandwidth of a simulated network | none | `simulated` | `service` |
 //!
 //! On every path:
-//! - The owner of the memory ([`Destination`]) checks every block: only blocks that a ticket names are written, each once and whole.
+//! - The owner of the memory ([`Destination`]) checks every block: only blocks that a ticket names are written, each once and completely.
 //! - The blocks in flight are bounded: a receiver that does not write makes the sender wait.
-//! - Dropping a transfer ends it. Blocks that were written stay written; no block counts as written in part.
+//! - Dropping a transfer ends it. Blocks that were written stay written; a block that was written in part is treated as missing.
 //! - No block is used before the worker that computed it has confirmed it (`PrefillDone`).
 //! - A prefill worker connects only to addresses signed with the cluster key. It sends its IPC handle, and joins a communicator, only for a
 //!   ticket under which blocks were written.

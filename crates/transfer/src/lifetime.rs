@@ -6,8 +6,7 @@ use futures::{
 };
 use tandem_process::Shutdown;
 
-/// The worker's shutdown, and the moment at which the draining worker's last request has ended. Communicators stay open until that moment.
-/// It is cheap to clone.
+/// The worker's shutdown, and the end of the draining worker's last request, until which communicators stay open. It is cheap to clone.
 #[derive(Clone)]
 pub struct Lifetime {
     pub(crate) shutdown: Shutdown,

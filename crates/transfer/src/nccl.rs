@@ -9,6 +9,6 @@ pub(crate) use sender::NcclSender;
 
 const LABEL: &str = "nccl";
 
-/// A worker joins at most this many communicators at the same time. Each occupies a thread until the other worker has joined it, for at most 30
-/// seconds per GPU.
+/// A worker joins at most this many communicators at the same time. Each join occupies a thread until the other worker has joined, too, for at most
+/// 30 seconds per GPU.
 const JOINS_MAX: usize = 4;

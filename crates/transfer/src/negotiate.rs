@@ -1,5 +1,5 @@
-//! The receiving end of transfers. It chooses the transfer path of each ticket from the capabilities of both workers. After a failure, a
-//! path to a peer is not chosen for some time.
+//! The receiving end of transfers. It chooses the transfer path of each ticket from the capabilities of both workers. A path on which a
+//! transfer to a peer has failed is not chosen for this peer for some time.
 
 use crate::{
     Destination, Lifetime, TransferMode, TransferService,

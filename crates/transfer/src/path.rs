@@ -42,8 +42,7 @@ pub enum TicketError {
 /// The state of the blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The path has sent the blocks of all earlier calls and is sending these. The calls together take as long as the transfer, so their
-    /// duration measures the bandwidth.
+    /// The path has sent the blocks of all earlier calls and is sending the blocks of this call. So the duration of all calls measures the bandwidth.
     Sent,
     /// The path has announced the blocks; the receiver copies them later.
     Announced,
@@ -64,11 +63,11 @@ pub trait SendPath: Send {
     /// Fails if the transfer has ended.
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError>;
 
-    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If this future is not polled, the last
-    /// blocks may wait until the next call of a method. This method is cancel-safe.
+    /// Continues the transfer of the blocks passed to [`SendPath::send`]; returns only when the transfer ends early. While this future is not polled,
+    /// the last blocks may not move until the next call of a method. This method is cancel-safe.
     async fn interrupted(&mut self) -> TransferError;
 
-    /// Returns when every block that was sent is written.
+    /// Returns when the receiver has written every block that was sent.
     ///
     /// # Errors
     /// Fails if a block was not written.

@@ -18,7 +18,7 @@ use tonic::{Code, Status};
 pub(crate) const HOST_LABEL: &str = "tcp";
 pub(crate) const IPC_LABEL: &str = "cuda_ipc";
 
-/// At most one message is queued for the connection: while one message is sent, the next one is made.
+/// Maximum number of messages that are queued for the connection: while one message is sent, the next one is made.
 const QUEUED_MAX: usize = 1;
 
 pub(crate) struct PushPath {

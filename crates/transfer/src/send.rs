@@ -28,7 +28,7 @@ pub struct SendSettings {
     pub block_bytes: usize,
     /// The network on which decode workers are reached.
     pub network: Network,
-    /// The worker's shutdown, and the end of its last request, until which communicators stay open.
+    /// The worker's shutdown and the end of its last request.
     pub lifetime: Lifetime,
 }
 
@@ -150,8 +150,7 @@ pub struct Sent {
     /// The bytes from which the bandwidth is measured: all of them, or, if the receiver copies blocks while later blocks are computed, only
     /// the last ones.
     pub measured_bytes: u64,
-    /// The time for which the `measured_bytes` were in flight. While several transfers of the sender have bytes in flight, each is charged an equal part
-    /// of the time.
+    /// The time for which the `measured_bytes` were in flight. Time in which several transfers have bytes in flight is divided equally between them.
     pub measured: Duration,
     /// The IPC handle of the whole KV memory if the ticket requests it, otherwise empty.
     pub ipc_handle: Vec<u8>,
@@ -203,7 +202,7 @@ impl Transfer {
         self.path.interrupted().await
     }
 
-    /// Returns when every block that was sent is written. Until then the blocks must not change.
+    /// Returns when the receiver has written every block that was sent. The blocks must not change before that.
     ///
     /// # Errors
     /// Fails if a block was not written.
@@ -291,8 +290,8 @@ mod tests {
         (0..count).map(block).collect()
     }
 
-    /// Returns the rate that `transfers` transfers of one worker measure, as a fraction of the network's. Each sends six bursts of 50 blocks, which take
-    /// 10 ms of the network, and computes for `computes` before each.
+    /// Returns the rate that `transfers` transfers of one worker measure, as a fraction of the network's. Each sends six bursts of 50 blocks, which
+    /// take 10 ms of the network, and computes for `computes` before each.
     async fn measured(transfers: u64, computes: Duration, announces: bool) -> f64 {
         let (network, clock) = (Arc::new(SimulatedNetwork::new(BLOCK)), SharedClock::default());
         let one = |number: u64| {
@@ -317,7 +316,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn measured_rate_is_that_of_the_network_under_any_load() {
+    async fn measured_bandwidth_is_that_of_the_network_under_any_load() {
         advance(Duration::from_secs(1)).await;
         for announces in [false, true] {
             for transfers in [1, 2, 8, 40] {

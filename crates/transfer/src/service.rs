@@ -22,8 +22,8 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// Messages of one transfer with together this many bytes, but at least [`WRITES_MIN`] and at most [`WRITES_MAX`] messages, wait to be written. The
-/// destination writes only between two steps of its engine: with steps of 10 ms, this many bytes are moved at 6.7 GB/s.
+/// The number of bytes of one transfer that may wait to be written, in at least [`WRITES_MIN`] and at most [`WRITES_MAX`] messages. The destination
+/// writes only between two steps of its engine: with steps of 10 ms, this limit permits 6.7 GB/s.
 const WRITES_BYTES: usize = 64 << 20;
 const WRITES_MIN: usize = 16;
 const WRITES_MAX: usize = 1_024;
@@ -79,7 +79,7 @@ impl Transfer for TransferService {
             Ok((parse(&message.ticket)?, message))
         });
         let mut messages = pin!(messages.peekable());
-        // The blocks of a transfer are equally large. Messages that only name blocks have no payload.
+        // All blocks of a transfer have the same size, that of the first message. Messages that only name blocks have no payload.
         let first =
             messages.as_mut().peek().await.and_then(|first: &Result<_, Status>| Some(first.as_ref().ok()?.1.payload.len()));
         let writes_max =

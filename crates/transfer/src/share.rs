@@ -1,20 +1,20 @@
-//! The time that each of several transfers has a sender's network for itself.
+//! Divides the time of a sender's network between the transfers that use it at the same time.
 
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 
-/// The clock of a sender's network: while several transfers have bytes in flight, each of them is charged an equal part of the time. So the bytes of one
-/// transfer divided by its time are the bandwidth of the network, however many transfers share it.
+/// The clock of a sender's network: while several transfers have bytes in flight, each of them is charged an equal part of the time. So the bytes of
+/// one transfer divided by its time are the bandwidth of the network, however many transfers share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SharedClock(Arc<Mutex<ShareState>>);
 
 #[derive(Debug, Default)]
 struct ShareState {
     sending: u32,
-    /// Time up to which `each` was counted; `None` before the first transfer.
+    /// The time up to which `each` includes the charges; `None` before the first transfer.
     at: Option<Instant>,
-    /// The time charged to a transfer that has sent all the time.
+    /// The total time charged to a transfer that has had bytes in flight since the start.
     each: Duration,
 }
 
@@ -66,7 +66,7 @@ mod tests {
     use tokio::time::advance;
 
     #[tokio::test(start_paused = true)]
-    async fn transfers_that_send_at_the_same_time_share_it() {
+    async fn network_time_is_divided_between_concurrent_transfers() {
         let clock = SharedClock::default();
         let first = clock.begin();
         advance(Duration::from_secs(1)).await;

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn idle_time_adds_no_bandwidth_and_infinite_bandwidth_takes_no_time() {
+    async fn block_takes_its_full_time_after_an_idle_network_and_no_time_at_infinite_bandwidth() {
         let network = SimulatedNetwork::new(Duration::from_millis(5));
         network.pass().await;
         tokio::time::sleep(Duration::from_secs(1)).await;

@@ -37,8 +37,8 @@ pub trait Backend: Send + Sync + 'static {
     /// Resolves when the back end hangs: it has work and makes no progress. It may recover.
     async fn hung(&self);
 
-    /// Returns when the current step began; `None` while no step runs, or if an engine in another process does not tell its steps. A back end
-    /// whose steps end makes progress.
+    /// Returns when the current step began; `None` while no step runs, or if an external engine does not report its steps. A back end whose steps end
+    /// makes progress.
     fn busy_since(&self) -> Option<Instant> {
         None
     }
@@ -52,8 +52,8 @@ pub trait Backend: Send + Sync + 'static {
         false
     }
 
-    /// Returns the names of the model's LoRAs. The back end computes a job with the LoRA that the model of its namespace names. This never
-    /// changes.
+    /// Returns the names of the model's LoRAs, which never change. If the namespace of a job names a LoRA as its model, the back end computes the job
+    /// with that LoRA.
     fn loras(&self) -> &[String] {
         &[]
     }
@@ -63,8 +63,8 @@ pub trait Backend: Send + Sync + 'static {
         0
     }
 
-    /// Returns the most prompt tokens of a step, whose KV is sent during the next step; 0: no KV is sent before the prompt is computed. This never
-    /// changes.
+    /// Returns the most prompt tokens of a step. The KV of a step is sent during the next step; 0: no KV is sent before the prompt is computed. This
+    /// never changes.
     fn step_tokens(&self) -> u32 {
         0
     }

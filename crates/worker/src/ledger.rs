@@ -20,16 +20,16 @@ use std::{
 use tandem_engine::CachedTokens;
 use tandem_process::{Metrics, line_file::LineFile};
 
-/// What a ledger is called in logs.
+/// The name of the ledger file in logs.
 const NAME: &str = "ledger";
 
 /// The outcome of one attempt to answer a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The attempt generated the request's first token. Its count of cached tokens applies to the request.
+    /// The attempt generated the request's first token. Its cached tokens are those of the request.
     Won,
-    /// The attempt resumed the output of an earlier attempt. The count of that earlier attempt applies to the request.
+    /// The attempt resumed the output of an earlier attempt. The cached tokens of that earlier attempt are those of the request.
     Superseded,
     /// The client cancelled the attempt before its first token.
     Cancelled,
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn each_attempt_has_one_outcome_and_dropping_the_ledger_writes_all_lines() {
+    fn each_attempt_has_one_outcome_and_all_ledger_lines_are_written_when_the_ledger_is_dropped() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("the system can start a thread");
         let worker = ledger.of("p0", &metrics);
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn ledger_file_with_another_writer_is_refused() {
+    fn ledger_file_that_another_process_writes_is_refused() {
         let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
         let ledger = Ledger::open(file.path()).expect("the ledger can be opened");
         let refused = Ledger::open(file.path()).expect_err("a ledger that has a writer is refused");
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn default_ledger_writes_no_lines_and_counts_none_as_lost() {
+    fn default_ledger_writes_no_lines_and_reports_none_as_lost() {
         let metrics = Metrics::default();
         let worker = Ledger::default().of("p0", &metrics);
         worker.scheduled(PROMPT);

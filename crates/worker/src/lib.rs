@@ -129,8 +129,8 @@ impl Worker {
     /// Returns the model that a request's namespace names, or the worker's own model if the namespace names none.
     ///
     /// # Errors
-    /// Fails if the worker does not serve the model. If it computed the request with another model, it would store that model's KV under this one's
-    /// name.
+    /// Fails if the worker does not serve the model. If it computed the request with its own model, it would store the KV in the namespace of another
+    /// model.
     pub fn model_of<'a>(&'a self, namespace: &'a Namespace) -> Result<&'a str, NotServed> {
         let WorkerInfo { model: own, loras, .. } = &*self.info;
         let named = namespace.model().unwrap_or(own);
@@ -172,7 +172,7 @@ impl Worker {
             () = self.metrics.follow(watch) => {}
             Some(()) = OptionFuture::from(published) => {}
         }
-        // The connections are closed together with the instance, because clients must not mistake a later instance at this address for this one.
+        // All connections are closed now, so that no client takes a later instance at this address for this one.
         self.shutdown.stop();
         serving.await?;
         Err(WorkerError::EngineEnded)

@@ -155,8 +155,8 @@ impl WorkerMetrics {
         load.transfer_bytes_per_second = reported.transfer_bytes_per_second;
     }
 
-    /// Registers the metrics of the transfer path with the label `transport`: a counter of bytes, and a histogram of the seconds that whole transfers
-    /// took.
+    /// Registers the metrics of the transfer path with the label `transport`: a counter of bytes, and a histogram of the durations of complete
+    /// transfers in seconds.
     pub fn transfer(&self, transport: &'static str, direction: Direction) -> (Counter, Histogram) {
         let direction = match direction {
             Direction::Sent => "sent",
@@ -182,10 +182,10 @@ impl WorkerMetrics {
         self.registry.counter("tandem_worker_kv_transfer_refused_total", help, &labels)
     }
 
-    /// Adds a measurement of the bandwidth to other workers: `bytes` were moved in the time `busy`, in which the sender only waited for
-    /// them.
+    /// Adds a measurement of the bandwidth to other workers: `bytes` were moved in the time `busy`, without the time in which the sender had nothing
+    /// to send.
     pub fn observe_bandwidth(&self, bytes: u64, busy: Duration) {
-        /// The weight of the newest measurement: the average follows a change after a few transfers, and one outlier does not count much.
+        /// The weight of the newest measurement: the average follows a change after a few transfers, and one outlier has little effect.
         const NEWEST: f64 = 0.2;
         if bytes == 0 || busy.is_zero() {
             return;

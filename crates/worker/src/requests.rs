@@ -1,7 +1,7 @@
 //! The requests that a worker serves. Each is a task that sends a stream of replies to its client.
 //!
 //! - If the client disconnects, its task ends at the task's next await, and everything that the task owns is dropped.
-//! - Every stream ends with its task's last message or with an error, never silently in the middle.
+//! - Every stream ends with its task's last message or with an error, so a client notices if replies are missing.
 //! - While the process drains, the server accepts connections until the last request has ended, because that request's KV may still have to
 //!   be transferred.
 
@@ -61,7 +61,7 @@ impl<T> ReplySender<T> {
     }
 }
 
-/// The receiving side of a stream of replies, which the gRPC response owns. The request counts as running until this value is dropped.
+/// The receiving side of a stream of replies, which the gRPC response owns. The drain waits for the request until this value is dropped.
 #[derive(Debug)]
 pub struct Replies<T> {
     replies: mpsc::Receiver<ReplyMessage<T>>,

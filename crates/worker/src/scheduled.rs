@@ -36,7 +36,7 @@ struct CountReport {
 }
 
 impl CountedJob {
-    /// Wraps a job so that its prompt is counted on `worker`. The field `cached` of `prompt` is ignored.
+    /// Wraps a job so that its prompt is added to the metrics and the ledger of `worker`. The field `cached` of `prompt` is ignored.
     pub fn new(job: Box<dyn Job>, worker: &Worker, prompt: ScheduledPrompt<'_>) -> Self {
         let ScheduledPrompt { request_id, attempt, model, account, prompt, cached: _ } = prompt;
         let (metrics, ledger) = (Arc::clone(&worker.metrics), worker.ledger.clone());

@@ -8,8 +8,7 @@ use tokio::time::{Instant, timeout_at};
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Waits for `first`, the first event of a job of this back end. While the back end makes progress, calls `report` every few seconds, so that the
-/// job keeps its place in the queue however long it waits. Returns `None` if the back end makes no progress for `limit` (`None`: it may take any
-/// time).
+/// client continues to wait. Returns `None` if the back end makes no progress for `limit` (`None` sets no limit).
 ///
 /// # Errors
 /// Fails if `report` fails.
@@ -75,7 +74,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn job_waits_as_long_as_steps_end() {
+    async fn job_waits_without_a_limit_while_steps_end() {
         let first = async {
             sleep(Duration::from_secs(301)).await;
             7
@@ -87,7 +86,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn job_of_an_engine_that_hangs_in_a_step_ends_in_time() {
+    async fn wait_for_a_job_ends_in_time_if_the_engine_hangs_in_a_step() {
         let hangs_since = Instant::now() + Duration::from_secs(10);
         let (first, reports) = waited(pending(), || (Instant::now() >= hangs_since).then_some(hangs_since)).await;
         assert_eq!((first, reports), (None, 2), "it is reported twice that the job waits");

@@ -167,7 +167,7 @@ fn overlong_field_is_refused_with_its_name() {
 
 proptest! {
     #[test]
-    fn engine_receives_every_field_of_a_request_unchanged(
+    fn every_field_of_a_generate_request_reaches_the_engine_unchanged(
         (prompt, samples) in (vec(0..VOCAB_SIZE as u32, 1..50), 1..=128_u32),
         (max_tokens, min_tokens, seed, top_k) in any::<(Option<u32>, u32, u64, u32)>(),
         (temperature, top_p, min_p) in (0.0..2.0_f32, 0.01..1.0_f32, 0.0..1.0_f32),

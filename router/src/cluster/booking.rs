@@ -25,17 +25,18 @@ pub(super) struct BookingEntry {
     pub(super) prefill: Option<InstanceId>,
     /// The requested model; empty if a peer has placed the request.
     pub(super) model: Arc<str>,
-    /// Whether the prompt is still to be prefilled.
+    /// Whether the prompt's prefill has not ended yet.
     pub(super) prefilling: bool,
     /// Time at which this router learned that the prompt has been prefilled; `None` until then, and for a peer's booking.
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
-    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request, or once it was
-    /// compared with the reported number.
+    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request, or once the overlap
+    /// was compared with the reported cached tokens.
     pub(super) overlap_tokens: Option<u64>,
     pub(super) answer: BookedAnswer,
-    /// The request in the queue of the worker that prefills it, until its first token. A request that another router has placed is in no queue.
+    /// The request's entry, until its first token, in the queue of the worker that prefills it. A request that another router has placed is in no
+    /// queue.
     pub(super) waiting: QueueEntry,
 }
 
@@ -52,13 +53,13 @@ impl BookingEntry {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now, and whether each is prefilling the prompt.
+    /// Returns the instances on which the booking adds load now, and whether each is prefilling the prompt.
     pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, bool)> {
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, true));
         std::iter::once((&self.decode, self.prefilling && self.prefill.is_none())).chain(prefill)
     }
 
-    /// Returns the answer if this instance generates it.
+    /// Returns the request's answer if this instance generates it, otherwise `None`.
     pub(super) fn answer_on(&self, instance_id: &str) -> Option<BookedAnswer> {
         (*self.decode == *instance_id).then(|| self.answer.clone())
     }

@@ -40,8 +40,8 @@ impl Bookings {
         id
     }
 
-    /// Records that the prompt has been prefilled, so its prefill does not count any more; a second call changes nothing. Returns the
-    /// booking, or `None` if it has ended.
+    /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. A second call for the prompt is ignored. Returns the
+    /// booking; `None` if the booking has ended.
     pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut ClusterMembers) -> Option<&mut BookingEntry> {
         let booking = self.by_id.get_mut(&id)?;
         if members.on_prefilled(booking, Departure::Served) {
@@ -51,7 +51,7 @@ impl Bookings {
         Some(booking)
     }
 
-    /// Removes the booking from its workers. Returns the model and the time at which the prompt was prefilled, or `None` if it was not.
+    /// Removes the booking. Returns the model and the time at which the prompt was prefilled; `None` if it was not prefilled.
     pub(super) fn release(&mut self, id: BookingId, members: &mut ClusterMembers) -> Option<(Arc<str>, Instant)> {
         let booking = self.by_id.remove(&id)?;
         let answering_since = booking.answering_since.map(|since| (booking.model.clone(), since));
@@ -60,13 +60,13 @@ impl Bookings {
         answering_since
     }
 
-    /// Returns a receiver of the number of the latest change.
+    /// Returns a receiver of the number of the latest change of a booking.
     pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
         self.journal.subscribe()
     }
 
-    /// Returns the messages that bring a peer up to date, and the number of the last change that they include. The peer knows all changes
-    /// up to `after`; `None`: it knows none.
+    /// Returns the messages with all changes that a peer lacks, and the number of the last change in them. The peer has received the changes up to
+    /// number `after`; `None`: it has received none.
     pub(crate) fn messages(&self, after: Option<u64>, members: &ClusterMembers) -> (Vec<Message>, u64) {
         let record = |booking: &BookingEntry| booking.record(members.unreported(booking));
         let last = self.journal.last();

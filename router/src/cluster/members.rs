@@ -1,9 +1,9 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
-//! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members that serve one model
-//! agree on its revision and block size, and if it is a LoRA, on its base model. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its peers, that name
-//! the member's instance. A booking on an instance that is not a member counts nowhere. When such an instance joins, its first report is
-//! assumed to include the booked load.
+//! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members that serve one model agree on its
+//! revision and block size, and if it is a LoRA, on its base model. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its
+//! peers, that name the member's instance. A booking on an instance that is not a member counts nowhere. When such an instance joins, its first
+//! report is assumed to include the booked load.
 
 mod candidate;
 
@@ -56,13 +56,13 @@ pub(crate) enum JoinError {
     SameWorkerId { worker_id: String, address: String },
 }
 
-/// The id of one membership. An instance that leaves and joins again gets a new id.
+/// The id of a worker's membership. An instance that leaves and joins again gets a new id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct MemberId(u64);
 
 pub(super) struct Member {
     pub(super) info: WorkerInfo,
-    /// Equal to `info.instance_id`.
+    /// A copy of `info.instance_id` that is cheap to clone.
     pub(super) instance_id: InstanceId,
     /// The models that the worker serves: `info.model`, then `info.loras`.
     models: Box<[Arc<str>]>,
@@ -79,9 +79,9 @@ pub(super) struct Member {
     /// The time of the latest report that showed decoding since the previous report.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
-    /// The prompts that were placed on this decode worker alone.
+    /// The prompts that this decode worker prefills itself.
     local: DemandSums,
-    /// The part of its time that they took, by its latest report.
+    /// The part of the worker's time that these `local` prompts took, as of its latest report.
     local_share: f64,
     /// The requests that the worker prefills and that wait for their first tokens.
     pub(super) queue: PrefillQueue,
@@ -91,12 +91,12 @@ pub(super) struct Member {
     pub(super) placements: v1::PlacementTotals,
 }
 
-/// What a member has of a prompt.
+/// How much of a prompt a member has cached or is about to compute.
 #[derive(Clone, Copy, Default)]
 pub(super) struct MemberPrefix {
-    /// The leading blocks that it has cached.
+    /// The number of the prompt's leading blocks that the member has cached.
     pub(super) overlap_blocks: u32,
-    /// The leading blocks that it has cached or is about to compute.
+    /// The number of leading blocks that the member has cached or is about to compute.
     pub(super) computed_blocks: u32,
 }
 
@@ -107,7 +107,7 @@ pub(crate) struct ClusterMembers {
     pub(super) index: Arc<PrefixIndex>,
     pub(super) predictions: Predictions,
     next_id: u64,
-    /// The time of a simulation; `None`: the time is that of the system.
+    /// The present time of a simulation; `None`: the system's clock is used.
     pub(super) virtual_time: Option<Instant>,
 }
 
@@ -166,8 +166,7 @@ impl ClusterMembers {
         Ok(role)
     }
 
-    /// Adds a member with an empty cache and no load. Those of `bookings` that name the instance are counted on the member, but add no load
-    /// to it.
+    /// Adds a member with an empty cache and no load. The `bookings` that name the instance are added to the member, but without load.
     pub(super) fn join<'a>(
         &mut self,
         info: WorkerInfo,
@@ -217,8 +216,8 @@ impl ClusterMembers {
         id
     }
 
-    /// Returns the name of a model or of a transfer family, shared with the members that have it already. So placements, which read the names of
-    /// all members, find them in the processor's cache.
+    /// Returns the name of a model or of a transfer family. Members with equal names share one copy, so that placements, which read the names of all
+    /// members, find it in the processor's cache.
     fn shared(&self, name: &str) -> Arc<str> {
         let known = self.values().flat_map(|member| member.models.iter().chain(&member.family)).find(|known| ***known == *name);
         known.cloned().unwrap_or_else(|| Arc::from(name))
@@ -234,7 +233,7 @@ impl ClusterMembers {
     }
 
     /// Replaces the member's blocks in the index by those of a snapshot. A snapshot follows lost messages, and one of these may have
-    /// reported a booked request. Therefore all bookings now count as included in the reported load. So no request is counted twice, but a
+    /// reported a booked request. Therefore all bookings are now treated as included in the reported load. So no request is counted twice, but a
     /// request that has not reached the worker yet is missing in the load until the next report.
     pub(crate) fn replace(&mut self, id: MemberId, content: Replacement<'_>) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
@@ -326,7 +325,7 @@ impl ClusterMembers {
 
     /// Returns the members that serve the model, in the order in which they joined.
     pub(super) fn of_model<'a>(&'a self, model: &str) -> impl Iterator<Item = &'a Member> {
-        // Shared names are compared by their addresses first.
+        // Equal names are usually one shared copy, so the addresses are compared before the texts.
         let is_it = move |served: &Arc<str>| std::ptr::eq(&**served, model) || **served == *model;
         self.values().filter(move |member| member.models.iter().any(is_it))
     }
@@ -394,7 +393,7 @@ impl ClusterMembers {
         members.iter().map(candidate).collect()
     }
 
-    /// Adds the booking to those of its workers that are members.
+    /// Adds the booking, with its load, to its decode worker and its prefill worker, as far as they are members.
     pub(super) fn book(&mut self, booking: &BookingEntry, load: LoadByRole) {
         for (instance_id, prefilling) in booking.places() {
             let load = if *instance_id == booking.decode { load.decode } else { load.prefill };
@@ -414,8 +413,8 @@ impl ClusterMembers {
         }
     }
 
-    /// Records that the booking's prompt has been prefilled, so that its prefill no longer counts as load, and that the request has left its
-    /// queue. Returns false if this was already recorded.
+    /// Ends the booking's prefill: it is no longer part of the load, and the request leaves the worker's queue. Returns false if the prefill had
+    /// already ended.
     pub(super) fn on_prefilled(&mut self, booking: &mut BookingEntry, left: Departure) -> bool {
         let (was_prefilling, now) = (std::mem::take(&mut booking.prefilling), self.now());
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
@@ -457,7 +456,7 @@ fn models_of(info: &WorkerInfo) -> impl Iterator<Item = &str> {
     std::iter::once(&*info.model).chain(info.loras.iter().map(String::as_str))
 }
 
-/// Returns as what a worker serves a model, as a text for operators.
+/// Returns a text for operators: whether the worker serves the model as its base model or as a LoRA.
 fn use_of(model: &str, info: &WorkerInfo) -> String {
     if model == info.model { "a base model".to_owned() } else { format!("a LoRA of {}", info.model) }
 }

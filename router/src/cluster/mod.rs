@@ -53,7 +53,7 @@ use tokio::{
 pub(crate) struct Cluster {
     pub(crate) settings: Arc<RouterSettings>,
     state: Mutex<ClusterState>,
-    /// The index of `state`, which has locks of its own.
+    /// The same index as in `state`. It has its own locks, so it is used without locking `state`.
     index: Arc<PrefixIndex>,
     /// Notifies one waiter that the index has blocks to be removed. Without a waiter the notification is kept.
     blocks_left: Notify,
@@ -77,7 +77,8 @@ pub(crate) struct ClusterState {
     placer: Placer,
 }
 
-/// The longest estimated wait of a request that is placed again because it has waited for its whole limit. Frontends allow it a little more.
+/// A request that has waited in the queue for its whole limit is placed again only where its estimated wait is at most this long. Frontends allow a
+/// little more.
 const SHORT_WAIT: Duration = Duration::from_millis(500);
 
 /// A placement with its booking.
@@ -107,7 +108,7 @@ impl Cluster {
         self.state.lock()
     }
 
-    /// Applies a worker's events and then its load. The state is not locked while events are applied. A long list of events is applied in
+    /// Applies a worker's events, then records its load. The state is not locked while events are applied. A long list of events is applied in
     /// slices, between which other tasks run. If the future is dropped between two slices, the remaining events are not applied.
     ///
     /// # Errors
@@ -139,8 +140,8 @@ impl Cluster {
         }
     }
 
-    /// Returns the content of the snapshot, which [`ClusterState::join`] or [`Self::replace`] makes visible at once. It is read in slices, between
-    /// which other tasks run.
+    /// Reads the snapshot into the index, in slices, between which other tasks run. Lookups do not see the content before [`ClusterState::join`] or
+    /// [`Self::replace`] makes all of it visible at once.
     pub(crate) async fn load(&self, snapshot: &Snapshot) -> Replacement<'_> {
         let (mut content, mut blocks) = (self.index.replacement(), 0);
         for chain in &snapshot.stored {
@@ -210,7 +211,7 @@ impl ClusterState {
         self.show_workers();
     }
 
-    /// Changes the list of unavailable workers.
+    /// Calls `update` to change the list of unavailable workers.
     pub(crate) fn update_unavailable(&mut self, update: impl FnOnce(&mut UnavailableWorkers)) {
         update(&mut self.unavailable);
         self.show_workers();
@@ -233,7 +234,7 @@ impl ClusterState {
 
 /// Methods for the bookings of this router.
 impl ClusterState {
-    /// Places the request and books it until [`ClusterState::release`]. `attempt` counts the request's placements from 1.
+    /// Places the request and books it until [`ClusterState::release`]. `attempt` is the number of this placement of the request, from 1.
     pub(crate) fn place(
         &mut self,
         request: &PlacementRequest,
@@ -250,11 +251,11 @@ impl ClusterState {
         placed
     }
 
-    /// Places a request that has waited in the queue for its limit `max_wait` where it hardly waits. `again` has its excluded instances and the number of
-    /// this placement; `None`: it is not placed.
+    /// Places a request again that has waited in the queue for its limit `max_wait`, on a worker with a wait of at most [`SHORT_WAIT`]. `again` has
+    /// the excluded instances and the number of this placement; `None`: the request is refused.
     ///
     /// # Errors
-    /// It would wait wherever it were placed. The error says when to try again.
+    /// The request would wait longer than [`SHORT_WAIT`] on every worker. The error says when to try again.
     pub(crate) fn place_at_once(
         &mut self,
         request: &PlacementRequest,
@@ -337,9 +338,8 @@ impl ClusterState {
         Ok(self.book(booking, LoadByRole::default()))
     }
 
-    /// Records that the prompt has been prefilled, so its prefill does not count as load any more. The worker may report the number of
-    /// cached tokens in this call or in a later one. The first number that it reports is compared with the overlap that the placement
-    /// assumed.
+    /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. `cached_tokens` may be known only in a later call.
+    /// The first known number is compared with the overlap that the placement assumed.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
         let Some(actual) = cached_tokens.map(u64::from) else { return };

@@ -21,13 +21,13 @@ use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Decides placements. Also learns the duration and the length of answers, on which the decisions depend.
+/// Decides placements. Also measures the duration and the length of answers, from which costs are estimated.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     by_model: BTreeMap<Arc<str>, ModelHistory>,
 }
 
-/// What was placed for one model, and how long its answers were.
+/// The placements of one model so far, and the lengths and durations of its answers.
 #[derive(Default)]
 struct ModelHistory {
     /// The number of placements decided so far.
@@ -80,7 +80,7 @@ impl Placer {
             decision = self.weigh(members, request, attempt, &excluded.suspect, None)?;
         }
         if !self.by_model.contains_key(&decision.model) {
-            // Models that no member serves any more are forgotten here, so that their number stays bounded.
+            // The entries of models that no member serves any more are removed here, so that their number stays bounded.
             let served = members.models();
             self.by_model.retain(|model, _| served.contains(model));
         }
@@ -88,7 +88,7 @@ impl Placer {
         Ok(decision)
     }
 
-    /// Returns the decision for the first placement of a request, if it were made now. If several workers have equal costs, the next real
+    /// Returns the decision for a request that would be placed now for the first time. If several workers have equal costs, the next real
     /// placement may choose another of them.
     pub(super) fn preview<'a>(
         &self,
@@ -98,14 +98,14 @@ impl Placer {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(members.now()))
     }
 
-    /// Records that a worker of this role will compute so many tokens of a prompt to the model.
+    /// Records that a worker of this role will compute `tokens` tokens of a prompt to the model.
     pub(super) fn on_placed(&mut self, model: &str, role: WorkerRole, tokens: u64, now: Instant) {
         if let Some(history) = self.by_model.get_mut(model) {
             history.demands.add(role, tokens, now);
         }
     }
 
-    /// Records how long after its prefill a request of the model ended.
+    /// Records the time `took` from the end of a request's prefill to the end of the request.
     pub(super) fn on_released(&mut self, model: &str, took: Duration) {
         if let Some(history) = self.by_model.get_mut(model) {
             history.answer_ms.record(took.as_secs_f64() * 1e3);
@@ -119,7 +119,7 @@ impl Placer {
         }
     }
 
-    /// Returns the answer to a request to the model, as far as it is known. `since`: it has been generated since then.
+    /// Returns the expected answer to a request to the model. `since` is the time at which its generation has begun, if it has.
     pub(super) fn answer(&self, model: &str, request: &PlacementRequest, since: Option<Instant>) -> BookedAnswer {
         let &PlacementRequest { min_tokens: min, max_tokens: max, priority, .. } = request;
         let default = self.settings.costs.answer_tokens;
@@ -155,7 +155,7 @@ impl Placer {
             let behind = member.queue.behind(&request.account, request.priority, own_tokens, shortest_first);
             candidate.behind_tokens = candidate.queued_tokens as f64 * behind.share;
             candidate.behind_prompts = behind.requests;
-            // The request does not wait for prompts that it outranks, and their delay does not count.
+            // The request does not wait for prompts that it outranks, and their delay adds no cost.
             candidate.queued_tokens = (candidate.queued_tokens as f64 * (1.0 - behind.outranked)) as u64;
         }
         let demand = history.map(|history| history.demands.per_second(all.now())).unwrap_or_default();
@@ -168,7 +168,7 @@ impl Placer {
     }
 }
 
-/// Returns the workers of an equal prompt; `None` if they are not eligible for this one.
+/// Returns the workers on which an equal prompt was placed; `None` if they are not eligible for this prompt.
 fn workers_of(equal: &v1::EqualPrompt, members: &[&Member], costs: &[CostsByUse]) -> Option<RouteChoice> {
     let at = |instance_id: &str| members.iter().position(|member| *member.instance_id == *instance_id);
     let decode = at(&equal.decode_instance_id)?;

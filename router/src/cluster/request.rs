@@ -26,7 +26,7 @@ pub(crate) struct PlacementRequest {
     pub(crate) priority: Priority,
     /// The longest time for which the request may wait in the queue; `None`: it may wait without a limit, or it has already been placed once.
     pub(crate) max_wait: Option<Duration>,
-    /// The workers of an equal prompt of the same request.
+    /// The workers on which an equal prompt of the same request was placed.
     pub(crate) equal_prompt: Option<EqualPrompt>,
 }
 

@@ -1,4 +1,4 @@
-//! Tests of the cluster's state: a fixture here, scenarios in the modules below.
+//! Tests of the cluster's state. This file has the fixture, the modules have the tests.
 
 mod bookings;
 mod cost;
@@ -124,7 +124,7 @@ impl Scenario {
         self.reports(name, vec![KvEvent { event_id: 1, change: Change::Stored(chain) }], Load::default(), &[]);
     }
 
-    /// Returns the (tokens, sequences, bookings) that count on the worker in addition to its own report.
+    /// Returns the tokens and sequences that bookings add to the worker's own report, and the number of bookings on the worker.
     fn booked(&self, name: &str) -> (u64, u64, u32) {
         let booked = &self.state.members.get(self.member(name)).bookings;
         (booked.tokens, booked.sequences, booked.count)

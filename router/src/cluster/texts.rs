@@ -15,14 +15,15 @@ pub(super) fn starting(synced: usize, known: usize) -> String {
     format!("the router is starting: its index has {synced} of {known} workers")
 }
 
-/// Returns the reason why no request can be placed if there are several models; `None` if requests for at least one of them can be placed.
+/// Returns the reasons why no request for any of these models can be placed; `None` if requests for at least one of them can be placed.
 pub(super) fn all_unavailable(models: &[ModelView]) -> Option<String> {
     let reason = |view: &ModelView| Some(format!("{}: {}", view.identity.as_ref()?.model, view.unavailable_reason.as_ref()?));
     let reasons: Option<Vec<String>> = models.iter().map(reason).collect();
     Some(reasons?.join("; "))
 }
 
-/// Returns the reason for the choice: its cost and the costs of the best alternatives. `costs`, `workers` and `name` are indexed by candidate.
+/// Returns why these workers were chosen: their cost, and the costs of the cheapest alternatives. `costs`, `workers` and `name` are indexed by
+/// candidate.
 pub(super) fn explanation<'a>(
     choice: RouteChoice,
     costs: &[CostsByUse],
@@ -32,7 +33,7 @@ pub(super) fn explanation<'a>(
     let total = |cost: &Option<Cost>| cost.as_ref().map(Cost::total);
     let on_one = |at: usize| format!("prefill and decode on {}", name(at));
     let on_two = |WorkerPair { prefill, decode }| format!("prefill on {}, decode on {}", name(prefill), name(decode));
-    // The chosen workers are removed from the costs, because they are no alternative to themselves.
+    // The chosen workers are removed from the costs, so that only alternatives to them remain.
     let mut others = costs.to_vec();
     let (chosen, ms) = match choice {
         RouteChoice { decode, prefill: None } => {

@@ -9,9 +9,9 @@ pub(crate) struct UnavailableWorkers {
     by_address: BTreeMap<String, UnavailableWorker>,
     /// Workers that were listed when the router started and that have neither joined nor failed to join since.
     expected: BTreeSet<String>,
-    /// True while the starting router has not read the list of workers from etcd.
+    /// Whether the starting router has yet to read the list of workers from etcd.
     unlisted: bool,
-    /// True if the router no longer waits for workers.
+    /// Whether the start is over: the router no longer waits for workers.
     started: bool,
 }
 
@@ -30,7 +30,7 @@ impl UnavailableWorkers {
         self.unlisted = true;
     }
 
-    /// Records that the list of workers was read. Its workers are expected already.
+    /// Records that the list of workers was read. The caller has already called [`Self::expect`] for each worker in it.
     pub(crate) fn on_listed(&mut self) {
         self.unlisted = false;
     }
@@ -44,7 +44,7 @@ impl UnavailableWorkers {
         self.unlisted || !self.expected.is_empty()
     }
 
-    /// Records that a worker is not a member.
+    /// Records that a listed worker could not be reached or must not join, and why.
     pub(crate) fn insert(&mut self, worker: UnavailableWorker) {
         self.remove(&worker.address);
         self.by_address.insert(worker.address.clone(), worker);

@@ -32,7 +32,7 @@ impl ClusterState {
         Arc::new(move || refused.increment(1))
     }
 
-    /// Returns that the router is starting, if it waits for workers that were listed at its start.
+    /// Returns the reason why the router is still starting; `None` if it does not wait for workers that were listed at its start.
     pub(crate) fn starting_reason(&self) -> Option<String> {
         let (synced, known) = self.synced_of_known();
         self.unavailable.is_starting().then(|| texts::starting(synced, known))

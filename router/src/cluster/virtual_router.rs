@@ -35,7 +35,7 @@ pub struct VirtualWorker {
     pub role: WorkerRole,
     /// Tokens per block, the same for all workers.
     pub block_size: u32,
-    /// The blocks of its cache.
+    /// The capacity of the worker's cache in blocks.
     pub capacity_blocks: u32,
     /// Bytes of KV per block.
     pub block_bytes: u64,
@@ -50,7 +50,7 @@ pub struct VirtualRequest {
     pub id: u64,
     /// Sequence hashes of the prompt's full blocks.
     pub hashes: Arc<[SequenceHash]>,
-    /// The prompt's tokens, and those of the answer that failed attempts have generated.
+    /// The number of tokens of the prompt, plus the tokens that failed attempts have generated.
     pub prompt_tokens: u32,
     /// The most tokens that the answer may have; 0: not known.
     pub max_tokens: u32,
@@ -58,7 +58,7 @@ pub struct VirtualRequest {
     pub attempt: u32,
 }
 
-/// A request's load on the workers on which it is placed. It counts until [`VirtualRouter::release`].
+/// Identifies a booking: a request's load on the workers on which it is placed, until [`VirtualRouter::release`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct VirtualBooking(BookingId);
 
@@ -110,7 +110,7 @@ impl VirtualRouter {
         self.workers.push(Joined { worker, member, instance_id });
     }
 
-    /// Removes a worker that was lost, with the known content of its cache. Its bookings remain until they are released.
+    /// Removes a worker that was lost, and its blocks from the index. Its bookings remain until they are released.
     pub fn leave(&mut self, number: usize) {
         self.state.leave(self.workers[number].member);
         while self.state.members.index.sweep() {}
@@ -146,7 +146,7 @@ impl VirtualRouter {
         (member, instance_id)
     }
 
-    /// Returns the workers that are present, each with its number and as the router sees it for a prompt with these hashes.
+    /// Returns all workers that have joined and not left: the number of each, and its state as a candidate for a prompt with these hashes.
     pub fn candidates(&self, hashes: &[SequenceHash]) -> Vec<(usize, Candidate)> {
         let numbers = self.state.members.values().map(|member| member.info.worker_id.parse().expect("it is a number"));
         numbers.zip(self.state.candidates(hashes)).collect()
@@ -161,7 +161,7 @@ impl VirtualRouter {
         Some(VirtualPlacement { booking: VirtualBooking(booking), decode, prefill: placement.prefill.and_then(number) })
     }
 
-    /// Books a request that another rule has placed. Its load counts from the workers' next reports, which must include it.
+    /// Books a request on workers that the caller has chosen. The booking adds no load, so the workers' next reports must include the request.
     pub fn book(&mut self, request: &VirtualRequest, decode: usize, prefill: Option<usize>) -> VirtualPlacement {
         let instance = |number: usize| self.workers[number].instance_id.clone();
         let existing = v1::ExistingPlacement {

@@ -19,13 +19,13 @@ pub(super) struct IndexWriter {
     rows: Vec<Row>,
     row_of: Vec<Option<u32>>,
     free_rows: BTreeSet<u32>,
-    /// The rows that are hidden from lookups and whose blocks are to be removed. The runs that a sweep has taken from the first of these rows are in
-    /// `sweeping`.
+    /// The rows that are hidden from lookups and whose blocks are to be removed. `sweeping` has runs of the first of these rows, which a sweep will
+    /// visit next.
     pub(super) retired: VecDeque<u32>,
     pub(super) sweeping: Vec<u64>,
 }
 
-/// The blocks and runs of which a row has cached something.
+/// The blocks that a row has cached, and the runs in which they are.
 #[derive(Default)]
 struct Row {
     /// The place of each block that the row has cached ([`BlockPlace::value`]).
@@ -35,7 +35,7 @@ struct Row {
 }
 
 impl IndexWriter {
-    /// `seed` is the seed of hash tables.
+    /// Returns a writer for an empty index. `seed` is the seed of hash tables.
     pub(super) fn new(seed: u64) -> Self {
         Self {
             followed: Followed::new(seed),
@@ -151,8 +151,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Records that the row has cached the blocks `hashes`, which follow `parent`. Returns false, and changes nothing, if the row has not
-    /// cached the parent.
+    /// Records that the row has cached the blocks `hashes`, which follow `parent`. If the row has not cached the parent, returns false and stores
+    /// nothing.
     pub(super) fn store_piece(
         &self,
         writer: &mut IndexWriter,
@@ -193,8 +193,8 @@ impl PrefixIndex {
         true
     }
 
-    /// Stores those leading blocks of `hashes` that the run has from `place` on. The row must have cached the run's blocks before `place`. Returns
-    /// the place after the stored blocks, and their number; `None` if the run has another block at the place or ends there.
+    /// Stores the leading blocks of `hashes` that are also the run's blocks from the given place on. The row must have cached the run's blocks before
+    /// that place. Returns the place after the stored blocks, and their number; `None` if the run has another block there or ends there.
     fn store_known(
         &self,
         writer: &mut IndexWriter,
@@ -247,7 +247,7 @@ impl PrefixIndex {
         if writer.followed.any_absent()
             && let Some(at) = hashes.iter().position(|hash| writer.followed.contains(self.mix(*hash), *hash))
         {
-            // A run may begin with the block after this one.
+            // A run follows this block, so the block after it may be the first of that run.
             hashes = &hashes[..=at];
         }
         let stored = self.insert_places(writer, row, place, hashes);
@@ -297,7 +297,7 @@ impl PrefixIndex {
         hashes.len()
     }
 
-    /// Returns whether the block is at this place. `hashes` will be stored at `new` and the places after it.
+    /// Returns whether the block at `place` has this hash. `hashes`, which are about to be stored from `new` on, are treated as stored.
     fn is_at(&self, new: BlockPlace, hashes: &[SequenceHash], place: BlockPlace, hash: SequenceHash) -> bool {
         if place.run == new.run && place.offset >= new.offset {
             return hashes[place.offset - new.offset] == hash;
@@ -305,7 +305,7 @@ impl PrefixIndex {
         self.hash_at(place) == hash
     }
 
-    /// Moves the blocks of the run from `at` on into a run of their own, and returns it; `None` if the index is full.
+    /// Moves the blocks of the run from `at` on into a new run, and returns that run; `None` if the index is full.
     fn split(&self, writer: &mut IndexWriter, id: RunId, at: usize) -> Option<RunId> {
         let mut shard = self.shards[id.shard()].write();
         let followed = shard.link_mut(id).followed;
@@ -337,7 +337,7 @@ impl PrefixIndex {
         Some(new)
     }
 
-    /// Records that the row has not cached these blocks any more. Blocks that succeed or precede each other in a run are removed at once.
+    /// Records that the row has not cached these blocks any more. Neighbouring blocks of a run are removed in one operation.
     pub(super) fn remove(&self, writer: &mut IndexWriter, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
         let prefetch = |blocks: &HashTable, hash: &SequenceHash| blocks.prefetch(self.mix(*hash));
         hashes.iter().take(AHEAD).for_each(|hash| prefetch(&writer.rows[row as usize].blocks, hash));
@@ -357,8 +357,8 @@ impl PrefixIndex {
             };
             let (start, count) = if up > down { (offset, up) } else { (offset + 1 - down, down) };
             let end = start + count;
-            // The row keeps the blocks after the removed ones, which therefore need a run of their own. If there is no space for another run, they
-            // are removed, too.
+            // The row still has the blocks after the removed ones, so these blocks need a run of their own. If there is no space for another run,
+            // they are removed, too.
             if !kept.is_empty() && self.split(writer, id, end).is_some() {
                 kept.clear();
             }

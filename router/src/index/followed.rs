@@ -1,5 +1,5 @@
-//! The blocks that runs follow. A new block continues the run before it without a search for runs that begin with it, unless the block before
-//! it is one that was dropped from the index while a run followed it.
+//! The blocks after which runs begin. A new block is appended to the run before it without a search for a run that begins with it. The search is
+//! needed only if the block before it was dropped from the index while a run followed that block.
 
 use super::shard::{SHARDS, shard_of};
 use crate::index::KeyedState;
@@ -10,7 +10,7 @@ use tandem_kv::SequenceHash;
 pub(super) struct Followed {
     /// The blocks, spread over several maps by their mixed hashes, so that a map that grows is small.
     maps: Vec<HashMap<SequenceHash, Follows, KeyedState>>,
-    /// The number of blocks that are absent.
+    /// The number of blocks in `maps` that are not in the index any more.
     absent: usize,
 }
 

@@ -61,10 +61,10 @@ impl VisibleRows {
         if self.visible[row as usize / 64].in_order { row as usize } else { self.worker_of[row as usize].0 as usize }
     }
 
-    /// Sets the numbers of the workers that have these rows of one word of a set. The numbers were 0.
+    /// Sets the number of leading blocks, which was 0, to `blocks` for each worker whose row is in `set`: the word number `word` of a set of rows.
     #[inline]
     fn fill(&self, leading: &mut [u32], word: usize, set: u64, blocks: usize) {
-        /// One bit for each row of half a word. Constants, so that several numbers are set at once.
+        /// The bit of each row in half a word. With constants, the compiler sets several workers' numbers in one instruction.
         const BITS: [u32; 32] = {
             let (mut bits, mut row) = ([0; 32], 0);
             while row < 32 {
@@ -89,15 +89,15 @@ impl VisibleRows {
     }
 }
 
-/// What a lookup knows after some runs along the prompt.
+/// The state of a lookup that has visited some of the runs along the prompt.
 struct LookupState<'a> {
     view: &'a VisibleRows,
-    /// By worker slot, with space for all rows.
+    /// The number of leading blocks by worker slot. The list has an entry for each row of `view`, even if there are fewer workers.
     leading: Vec<u32>,
-    /// The rows that have cached all blocks so far, as a set. Up to 1,024 rows need no allocation.
+    /// The set of rows that have cached all blocks of the visited runs. It is in `many_words` if there are more than 1,024 rows.
     few_words: [u64; 16],
     many_words: Vec<u64>,
-    /// These rows as a list, once a run with few holders was visited. The set is empty then.
+    /// After a run with few holders was visited, this list replaces the set, which is then empty.
     list: Option<([u32; FEW], usize)>,
 }
 
@@ -122,7 +122,8 @@ impl<'a> LookupState<'a> {
         (active, &mut self.leading)
     }
 
-    /// Adds a run, of which the first `common` blocks follow the prompt's first `from` blocks. Returns whether some row has cached all blocks so far.
+    /// Visits the next run. Its first `common` blocks are the prompt's blocks after the first `from`. Returns whether some row has cached all of the
+    /// prompt's blocks in the visited runs.
     #[inline]
     fn visit(&mut self, holders: &Holders, from: usize, common: usize) -> bool {
         let view = self.view;
@@ -170,7 +171,7 @@ impl<'a> LookupState<'a> {
         kept > 0
     }
 
-    /// Returns the numbers of all workers. `end` is the number of blocks of the visited runs.
+    /// Returns the number of leading blocks of each worker. `end` is the number of the prompt's blocks in the visited runs.
     fn finish(mut self, end: usize) -> Vec<u32> {
         let view = self.view;
         let (active, leading) = self.parts();
@@ -183,7 +184,7 @@ impl<'a> LookupState<'a> {
 impl PrefixIndex {
     /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached.
     ///
-    /// While a worker's cache changes, its number is one that was right at some time during the call.
+    /// If a worker's cache changes during the call, the returned number was right at some time during the call.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
         if let Some(first) = hashes.first() {
             prefetch(&self.shards, shard_of(self.mix(*first)));
@@ -194,20 +195,20 @@ impl PrefixIndex {
         answer.finish(end)
     }
 
-    /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and how many blocks
-    /// after these are leading blocks of the run. Stops when `visit` returns false. Returns the number of blocks of the visited runs.
+    /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and the number of the
+    /// prompt's blocks in the run. Stops when `visit` returns false. Returns the number of the prompt's blocks in the visited runs.
     fn walk(&self, hashes: &[SequenceHash], mut visit: impl FnMut(&Holders, usize, usize) -> bool) -> usize {
         let mut from = 0;
         let shard_from = |from: usize| {
             let mixed = self.mix(*hashes.get(from)?);
-            // The shard may be the one that is locked already, for reading.
+            // `read_recursive`, because this thread may already hold the read lock of the same shard.
             let shard = self.shards[shard_of(mixed)].read_recursive();
             shard.prefetch(mixed);
             Some((mixed, shard))
         };
         let mut next = shard_from(0);
         while let Some((mixed, shard)) = next.take() {
-            // Where the next run probably begins is known before this run is read, so that both are read at the same time.
+            // `fork` predicts where the next run begins, before this run is read. So the processor reads both runs from memory at the same time.
             let mut guess = 0;
             let found = shard.find(mixed, &hashes[from..], |fork| {
                 guess = fork;

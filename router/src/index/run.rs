@@ -6,11 +6,11 @@ use tandem_kv::SequenceHash;
 /// Maximum number of blocks of a run. The limit bounds the time for which a change locks a run.
 pub(super) const RUN_BLOCKS: usize = 1 << 10;
 
-/// The number of positions of two lists that one round of a search compares.
+/// The search for the first difference of two lists of hashes compares this many positions in one round.
 const PROBES: usize = 15;
-/// The hashes in a line of the processor's cache.
+/// The number of hashes in a line of the processor's cache.
 const LINE: usize = 8;
-/// The number of lines at the end of two lists that are compared first.
+/// The search for the first difference of two lists of hashes compares this many cache lines at their ends first.
 const LINES: usize = 8;
 
 /// Consecutive blocks of prompts. Each holder of a run has cached at least its first block, and at least one holder has cached its last block.
@@ -19,25 +19,25 @@ const LINES: usize = 8;
 #[repr(align(64))]
 pub(super) struct BlockRun {
     pub(super) hashes: Vec<SequenceHash>,
-    /// The hash of the last block. It is stored separately, so that a lookup of the whole run need not read `hashes`.
+    /// The hash of the last block. With this copy, a lookup of a prompt that has all blocks of the run need not read `hashes`.
     pub(super) last: SequenceHash,
-    /// The number of leading blocks after which the latest of the runs that follow this one begins. Most prompts that leave the run leave it here.
+    /// The offset in this run at which the run that was added last branches off. Most prompts that leave this run leave it here.
     pub(super) fork: u32,
     pub(super) holders: Holders,
 }
 
-/// The rows that have cached leading blocks of a run, each with the number of these blocks. Most runs have few holders and need no bit sets.
+/// The rows that have cached leading blocks of a run, and how many leading blocks each has cached. Most runs have few holders and need no bit sets.
 #[derive(Clone)]
 pub(super) enum Holders {
     Few(Few),
     Many(Groups),
 }
 
-/// Up to [`FEW`] holders: for each the row, and the number of blocks in the last [`BLOCKS_BITS`] bits; then zeros.
+/// Up to [`FEW`] holders, then zeros. The last [`BLOCKS_BITS`] bits of a holder are its number of blocks, the other bits its row.
 #[derive(Clone, Default)]
 pub(super) struct Few([u32; FEW]);
 
-/// So many holders fit into the run's line of the processor's cache.
+/// The number of holders that fit into the run's line of the processor's cache.
 pub(super) const FEW: usize = 5;
 const BLOCKS_BITS: u32 = RUN_BLOCKS.ilog2() + 1;
 
@@ -137,7 +137,7 @@ impl BlockRun {
         self.last = self.hashes.last().copied().unwrap_or(SequenceHash(0));
     }
 
-    /// Moves the blocks from `at` on into a run of their own, with their holders.
+    /// Returns a new run with the blocks from `at` on, and with their holders.
     pub(super) fn split_off(&self, at: usize) -> Self {
         let hashes = self.hashes[at..].to_vec();
         let after = |(row, blocks): (u32, u32)| Some((row, blocks.checked_sub(at as u32).filter(|after| *after > 0)?));
@@ -162,7 +162,7 @@ impl Few {
         self.0.iter().take_while(|entry| **entry > 0).map(of_entry)
     }
 
-    /// Changes the number of blocks that the row has cached. Returns false, and changes nothing, if there is no space for the row.
+    /// Sets the number of blocks that the row has cached. If there is no space for the row, returns false and leaves the holders unchanged.
     fn set(&mut self, row: u32, blocks: u32) -> bool {
         let len = self.entries().count();
         let at = self.entries().position(|(other, _)| other == row).unwrap_or(len);
@@ -259,7 +259,7 @@ impl Groups {
         &self.sets[..self.words as usize]
     }
 
-    /// Returns each number of blocks, in ascending order, with the set of the rows that have cached so many.
+    /// Returns the groups of holders in the order of their numbers of blocks: each group's number of blocks, and the set of its rows.
     #[inline]
     pub(super) fn by_blocks(&self) -> impl DoubleEndedIterator<Item = (u32, &[u64])> {
         let words = self.words as usize;

@@ -4,7 +4,7 @@ use super::{prefetch::prefetch, run::BlockRun, table::HashTable};
 use parking_lot::RwLock;
 use tandem_kv::SequenceHash;
 
-/// The number of shards. It is so large that a lookup and a change rarely need the same shard, and that a shard's list of runs stays short.
+/// The number of shards: enough that a lookup and a change rarely need the same shard, and that a shard's list of runs stays short.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 6;
 const RUN_BITS: u32 = 26;
@@ -29,7 +29,7 @@ impl RunId {
         Self((at << SHARD_BITS | shard) as u32)
     }
 
-    /// Returns the number in the form in which a table stores it, which is never 0.
+    /// Returns the value that stands for this run in a table, which is never 0.
     pub(super) fn value(self) -> u64 {
         u64::from(self.0) + 1
     }
@@ -48,7 +48,7 @@ impl RunId {
 }
 
 impl BlockPlace {
-    /// Returns the place in the form in which a table stores it, which is never 0.
+    /// Returns the value that stands for this place in a table, which is never 0.
     pub(super) fn value(self) -> u64 {
         self.run.value() << OFFSET_BITS | self.offset as u64
     }
@@ -68,16 +68,16 @@ pub(super) fn shard_of(mixed: u64) -> usize {
     mixed as usize % SHARDS
 }
 
-/// What changes need to know of a run's neighbours, and lookups do not.
+/// The neighbours of a run. Only changes of the index read them, never lookups.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Link {
     /// The block before the run's first block; `None` if prompts begin with the run.
     pub(super) before: Option<SequenceHash>,
-    /// The runs that follow blocks of this run follow blocks before this offset.
+    /// No other run follows a block of this run at this offset or after it.
     pub(super) followed: usize,
 }
 
-/// A shard and its lock. What a lookup reads of them is in one line of the processor's cache.
+/// A shard and its lock. The fields that a lookup reads are in one line of the processor's cache.
 #[repr(align(64))]
 pub(super) struct Locked(RwLock<IndexShard>);
 
@@ -93,7 +93,7 @@ impl std::ops::Deref for Locked {
 #[repr(C)]
 pub(super) struct IndexShard {
     runs: Vec<BlockRun>,
-    /// By the first block of each run: the run's position in `runs`, plus 1, in the last bits, and its [`BlockRun::fork`].
+    /// Maps the first block of each run to the run's position in `runs`, plus 1, in the last bits, and its [`BlockRun::fork`] in the bits before.
     heads: HashTable,
     /// The link of each run.
     links: Vec<Link>,
@@ -125,7 +125,7 @@ impl IndexShard {
         let run = &self.runs[at_of(head)];
         run.holders.prefetch();
         match run.common(hashes) {
-            // The found run begins with another block whose hash has the same fingerprint.
+            // The found run begins with another block, whose hash has the same fingerprint. The search is repeated with a comparison of hashes.
             0 => {
                 let run = self.run(self.begun_by(mixed, hashes[0])?);
                 Some((run, run.common(hashes)))

@@ -25,7 +25,7 @@ impl PrefixIndex {
             };
             let id = RunId::of_value(value);
             let mut shard = self.shards[id.shard()].write();
-            // The number of the run may have been used again since it was taken from the list, for another run or for none.
+            // Since the run was taken from the list, it may have been removed, and another run may have been given its number.
             let held = shard.get(id).map_or(0, |run| run.holders.get(row));
             if held > 0 {
                 self.shorten(&mut writer, &mut shard, id, row, held, 0);

@@ -13,7 +13,7 @@ use super::prefetch::prefetch;
 /// The number 1 in each byte.
 const BYTES: u64 = 0x0101_0101_0101_0101;
 const BUCKET_SLOTS: usize = 7;
-/// A table has at most so many entries for each bucket. Fuller tables need longer searches.
+/// Maximum average number of entries in a bucket. Searches in fuller tables take longer.
 const BUCKET_ENTRIES: usize = 4;
 /// A segment has 64 KiB. Splitting or merging takes about 50 microseconds.
 const SEGMENT_BUCKETS: usize = 1 << 10;
@@ -77,7 +77,7 @@ fn zero_bytes(bytes: u64) -> u64 {
 }
 
 impl TableBucket {
-    /// Returns the first slot for which `is_it` is true, among those that have the tag and some others.
+    /// Returns the first slot with the tag for which `is_it` is true. `is_it` may also be called for a few slots with other tags.
     #[inline]
     fn slot(&self, tag: u64, mut is_it: impl FnMut(u64) -> bool) -> Option<usize> {
         let mut marked = zero_bytes(self.tags ^ (tag * BYTES));
@@ -176,7 +176,8 @@ impl Segment {
         }
     }
 
-    /// Moves later entries so that no entry is after a bucket with an empty slot that a search for it visits first. `hole` was emptied.
+    /// Moves later entries into the slot `hole`, which was emptied, and into the slots that they leave. A search ends at an empty slot, so no entry
+    /// may be behind one.
     #[cold]
     fn refill(&mut self, mut hole: SlotPosition) {
         let mask = self.mask();
@@ -245,7 +246,7 @@ impl HashTable {
         prefetch(&segment.buckets, segment.home(fingerprint(hash)));
     }
 
-    /// Returns the value of the hash for which `is_it` is true. `is_it` is called with the values whose fingerprints are equal.
+    /// Returns the value of the hash for which `is_it` is true. `is_it` is called only with values whose hashes have the same fingerprint.
     #[inline]
     pub(super) fn find(&self, hash: u64, is_it: impl FnMut(u64) -> bool) -> Option<u64> {
         let segment = self.segment(fingerprint(hash));
@@ -294,7 +295,7 @@ impl HashTable {
         true
     }
 
-    /// Removes all values of one segment and returns them. The result is empty if the table is empty.
+    /// Removes all values of one segment and returns them. The result is empty only if the table is empty.
     pub(super) fn take_some(&mut self) -> Vec<u64> {
         let mut segments = std::iter::once(&mut self.small).chain(&mut self.segments);
         let Some(segment) = segments.find(|segment| segment.len > 0) else { return Vec::new() };

@@ -270,7 +270,7 @@ proptest! {
 /// The prompts are longer than a run and have common first blocks. The workers evict blocks at the ends, at the beginnings and in the middle of the
 /// prompts.
 #[test]
-fn long_prompts_with_holes_equal_naive_model() {
+fn overlaps_of_long_prompts_with_evicted_blocks_equal_naive_model() {
     let mut random = 1_u64;
     let mut below = |bound: usize| {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -326,7 +326,7 @@ fn empty_index_reports_no_overlap() {
 }
 
 #[test]
-fn worker_that_leaves_is_invisible_before_its_blocks_are_removed() {
+fn lookups_ignore_a_removed_worker_before_its_blocks_are_swept() {
     let index = PrefixIndex::new(0);
     let (leaving, staying) = (index.add_worker(), index.add_worker());
     for worker in [leaving, staying] {
@@ -348,9 +348,9 @@ fn worker_that_leaves_is_invisible_before_its_blocks_are_removed() {
     index.check_invariants();
 }
 
-/// 10,000 workers join and leave one after another. The sets of workers must remain one word wide.
+/// 10,000 workers join and leave one after another. A set of workers must remain one word of 64 bits, because numbers are used again.
 #[test]
-fn sets_stay_narrow_while_workers_come_and_go() {
+fn sets_of_workers_stay_small_while_workers_join_and_leave() {
     let index = PrefixIndex::new(0);
     let staying = index.add_worker();
     index.apply(staying, &chain(0, 10));
@@ -386,7 +386,7 @@ fn memory_of_removed_blocks_is_released() {
 /// Lookups run while another thread stores and evicts blocks. Each result must have been right at some time: the worker always has the first 300
 /// blocks, and at most 900 blocks.
 #[test]
-fn lookups_during_changes_return_a_recent_state() {
+fn overlap_found_during_changes_was_right_at_some_time() {
     let index = PrefixIndex::new(0);
     let (changing, still) = (index.add_worker(), index.add_worker());
     let prompt: Vec<SequenceHash> = (0..2_000).map(SequenceHash).collect();

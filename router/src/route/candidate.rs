@@ -39,7 +39,7 @@ impl<T: Copy> ByRole<T> {
     }
 }
 
-/// The work that placements bring to all workers of one role in a second.
+/// The work that placements add in a second to all workers of one role together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct WorkerDemand {
     pub prompts: f64,
@@ -84,11 +84,11 @@ pub struct Candidate {
     pub predicted_blocks: u32,
     /// The fraction of the worker's cache that is filled, from 0 to 1. It includes what placed requests are about to store.
     pub cache_filled: f64,
-    /// Prompt tokens that the worker has still to compute, including those of placed requests that its report does not include yet.
+    /// The number of prompt tokens that the worker has still to compute, including those of placed requests that its report does not include yet.
     pub queued_tokens: u64,
-    /// The part of `queued_tokens` that would be computed after the prompt.
+    /// The number of `queued_tokens` that would be computed after this prompt.
     pub behind_tokens: f64,
-    /// The number of these prompts.
+    /// The number of queued prompts that would be computed after this prompt.
     pub behind_prompts: usize,
     /// Sequences that run or wait on the worker, including those of placed requests that its report does not include yet.
     pub sequences: u32,
@@ -98,11 +98,12 @@ pub struct Candidate {
     pub available_blocks: u32,
     /// Blocks of running sequences. They become available when these sequences end.
     pub in_use_blocks: u32,
-    /// The number of tokens that the answers of the requests placed on the worker are expected to have, generated or not.
+    /// The expected total number of tokens of the answers of all requests placed on the worker, including tokens that are generated already.
     pub answer_tokens: u64,
-    /// The part of its time that a decode worker has lately spent on prompts that were placed on it alone.
+    /// The part of a decode worker's time that it has lately spent on prompts that it prefills itself.
     pub local_share: f64,
-    /// The most prompt tokens of a step, whose KV a prefill worker sends during the next step; 0: it sends none before the prompt is computed.
+    /// The most prompt tokens of a step. A prefill worker sends the KV of a step during the next step; 0: it sends no KV before the prompt is
+    /// computed.
     pub step_tokens: u32,
     /// Bytes of KV per block.
     pub block_bytes: u64,
@@ -112,7 +113,7 @@ pub struct Candidate {
     pub prefill_fixed_ms: Option<Measurement>,
     /// The time of a decode step; `None`: not measured.
     pub decode_step_ms: Option<Measurement>,
-    /// The part of its steps that the worker lately gave to tokens of prompts.
+    /// The part of a full step's time that the worker has lately spent on prompt tokens.
     pub prompt_share: f64,
     /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so it is `None` for decode workers.
     pub transfer_bytes_per_second: Option<Measurement>,

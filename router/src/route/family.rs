@@ -20,7 +20,7 @@ pub(super) fn cheapest<T>(ranked: impl Iterator<Item = RankedWorkers<T>>) -> Opt
     ranked.min_by(|one, other| one.cost.total_cmp(&other.cost).then(one.tie_break.cmp(&other.tie_break)))
 }
 
-/// Returns the worker at position `at` with its cost; `None` if it has no cost, because it cannot be used for the request.
+/// Returns the worker at position `at` with its cost; `None` if `cost` is `None`, because the worker cannot be used for the request.
 pub(super) fn ranked(cost: Option<Cost>, at: usize, placement: PlacementSeed) -> Option<RankedWorkers<usize>> {
     Some(RankedWorkers { workers: at, cost: cost?.total(), tie_break: placement.random(at as u64) })
 }

@@ -127,7 +127,7 @@ pub fn costs_by_use(
     by_use
 }
 
-/// Returns the families in which a prefill worker can serve a decode worker, among the workers for which `is_one` is true.
+/// Returns [`paired_families`] of the workers for which `is_one` is true.
 fn families(workers: &[Candidate], is_one: impl Fn(&Candidate) -> bool) -> BTreeSet<&str> {
     paired_families(workers.iter().filter(|worker| is_one(worker)).map(|worker| (worker.role, worker.family.as_deref())))
 }

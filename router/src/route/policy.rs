@@ -25,14 +25,14 @@ impl PlacementSeed {
     }
 }
 
-/// The load of a worker is assumed to be at most this part of its rate. With more, the time until its queue is empty would have no bound.
+/// The demand on a worker is assumed to be at most this part of its rate. With a demand near the rate, the queue would take forever to become empty.
 const LOAD_MAX: f64 = 0.9;
 
-/// Decode workers differ in how much of their time goes to prompts. This part of the difference is assumed to last for an answer; fitted to the worlds of
-/// docs/routing.md.
+/// Decode workers differ in how much of their time they spend on prompts. This part of the difference is assumed to last as long as an answer. The
+/// value is fitted to the simulations of docs/routing.md.
 const LOCAL_PERSISTENCE: f64 = 0.3;
 
-/// The time for which such a difference lasts at most.
+/// The longest time for which a difference between decode workers is assumed to last.
 const LOCAL_HORIZON_MS: f64 = 5_000.0;
 
 /// The cost of using a worker, by cause, in estimated milliseconds. It includes the time to the request's first token, and the delay of
@@ -43,8 +43,8 @@ pub struct Cost {
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
-    /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are evicted from a
-    /// full cache. Also the time by which prompts that are computed after this one delay its answer.
+    /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are evicted from
+    /// a full cache. Also the time by which prompts that are computed after this one delay its answer.
     pub interference_ms: f64,
     /// Time to transfer the blocks that the worker lacks, after the prompt is computed.
     pub transfer_ms: f64,
@@ -55,7 +55,7 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// Returns the total cost, by which workers are compared. A total that is not a number counts as infinite.
+    /// Returns the total cost, by which workers are compared. If it is not a number, returns infinity.
     pub fn total(&self) -> f64 {
         let Self { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms } = self;
         let total = queue_ms + compute_ms + interference_ms + transfer_ms + handoff_ms + decode_load_ms;
@@ -71,8 +71,8 @@ pub struct RouteRates {
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
-    /// For each transfer family with measurements, the mean of the bandwidths that its sending workers have measured. It is used for every pair of the family,
-    /// because the sender is not known when the receiver is chosen.
+    /// For each transfer family with measurements, the mean of the bandwidths that its sending workers have measured. It is used for every pair of
+    /// the family, because the sender is not known when the receiver is chosen.
     transfer_bytes_per_second: BTreeMap<Option<Arc<str>>, f64>,
     /// The cheapest prefill worker of each transfer family.
     senders: BTreeMap<Option<Arc<str>>, Sender>,
@@ -114,7 +114,7 @@ impl RouteRates {
         }
     }
 
-    /// Returns how many prompt tokens the worker computes in a second, next to the answers that run on it.
+    /// Returns how many prompt tokens the worker computes in a second in which it also continues its running answers.
     fn rate(&self, worker: &Candidate) -> f64 {
         self.device_rate(worker) * worker.prompt_share
     }
@@ -128,7 +128,7 @@ impl RouteRates {
         self.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms)
     }
 
-    /// Returns how many of these prompt tokens one step of the worker computes. Next to answers, a step is as long as the worker's share of prompts says.
+    /// Returns how many of `tokens` prompt tokens one step of the worker computes. If answers run, this follows from the worker's prompt share.
     fn step_tokens(&self, worker: &Candidate, tokens: f64) -> f64 {
         let most = tokens.min(f64::from(worker.step_tokens));
         let share = worker.prompt_share;
@@ -139,7 +139,7 @@ impl RouteRates {
         most.min(self.device_rate(worker) * other_ms / 1e3 * share / (1.0 - share))
     }
 
-    /// Returns the time by which so many prompt tokens that its worker computes delay one answer.
+    /// Returns the cost of the delay of one answer on this worker while the worker computes `tokens` prompt tokens.
     fn own_answer_ms(&self, worker: &Candidate, tokens: f64) -> f64 {
         self.answers_ms(tokens / self.device_rate(worker) * 1e3, 1)
     }
@@ -149,7 +149,7 @@ impl RouteRates {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
-    /// Records the cost of a prefill worker.
+    /// Records a prefill worker as its family's sender if it is the cheapest so far.
     pub(super) fn add_sender(&mut self, family: &Option<Arc<str>>, sender: Sender) {
         let cheapest = self.senders.entry(family.clone()).or_insert(sender);
         if sender.cost < cheapest.cost {
@@ -157,8 +157,8 @@ impl RouteRates {
         }
     }
 
-    /// Returns the time to transfer `tokens` of the prompt to the worker that is not hidden by the computation of the prompt: blocks of a step are sent
-    /// while the next one is computed.
+    /// Returns the time to transfer the KV of `tokens` tokens to the worker, without the part that overlaps the computation: the blocks of a step are
+    /// sent while the next step is computed.
     fn transfer_ms(&self, worker: &Candidate, query: &PlacementQuery, tokens: u32) -> f64 {
         let bytes_per_second = self.transfer_bytes_per_second.get(&worker.family);
         let bytes_per_second = bytes_per_second.copied().unwrap_or(self.costs.transfer_bytes_per_second);
@@ -171,8 +171,8 @@ impl RouteRates {
         }
     }
 
-    /// Returns the time by which `compute_ms` of computation delay prompts that will come while the worker is busy. By then it has computed its queue, the
-    /// prompt, and what comes meanwhile. A shorter prompt to come is delayed only by its own length, because it precedes.
+    /// Returns the total delay, by `compute_ms` of computation, of the prompts that will arrive before the worker is idle: before it has computed its
+    /// queue, this prompt and what arrives meanwhile. Each is delayed by at most its own length, because a shorter prompt precedes this one.
     fn later_ms(&self, worker: &Candidate, workers: usize, compute_ms: f64) -> f64 {
         let rate = self.rate(worker);
         let (WorkerDemand { prompts, tokens }, workers) = (self.demand.of(worker.role), workers as f64);
@@ -184,15 +184,15 @@ impl RouteRates {
         busy_s * prompts / workers * compute_ms.min(tokens / prompts / rate * 1e3)
     }
 
-    /// Returns the time by which `prefill_ms` of prefill delay the answers of so many sequences. It grows with the power ¾ of their number: in proportion to
-    /// it, prompts would follow differences between workers that have passed before the prompts are computed (docs/routing.md).
+    /// Returns the cost of the delay of `sequences` answers by `prefill_ms` of prefill. It grows with their number to the power ¾. If it were
+    /// proportional, placements would follow differences between workers that are over before the prompts are computed (docs/routing.md).
     fn answers_ms(&self, prefill_ms: f64, sequences: u32) -> f64 {
         let root = f64::from(sequences).sqrt();
         prefill_ms * root * root.sqrt() * self.costs.answer_preference
     }
 
-    /// Returns the time by which prompts to come delay the own answer on a worker that decodes. So answers gather on the workers on which few prompts are
-    /// computed, and prompts on those with few answers. Without prefill workers all workers compute prompts alike, and differences do not last.
+    /// Returns the cost of the delay of the request's answer by later prompts on its decode worker. So answers gather on workers that compute few
+    /// prompts, and prompts on workers with few answers. Without remote prefills all workers compute prompts alike, so the cost is 0.
     fn prompts_to_come_ms(&self, worker: &Candidate) -> f64 {
         let [remote, local] = [WorkerRole::Prefill, WorkerRole::Decode].map(|role| self.demand.of(role).tokens);
         let remote_part = if remote > 0.0 { remote / (remote + local) } else { 0.0 };
@@ -238,7 +238,7 @@ impl PolicyKind {
         let compute_ms = fixed_ms + ms(new);
         let charged_again = rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight;
         let behind_ms = compute_ms * worker.behind_prompts as f64;
-        // A step of the prompts that it precedes is assumed to have begun, of which half is left on average.
+        // A step with prompts that this one precedes has probably begun. On average, half of that step is left.
         let begun = rates.step_tokens(worker, worker.behind_tokens) / 2.0;
         Cost {
             queue_ms: ms(worker.queued_tokens as f64 - worker.behind_tokens + begun),
@@ -268,7 +268,7 @@ impl PolicyKind {
         let prefill = self.prefill(query, rates, worker, workers);
         let new_tokens = worker.new_tokens(query, self.known_blocks(worker));
         let new_blocks = new_tokens.div_ceil(u64::from(query.block_size));
-        // Answers wait for the computation of the prompt, not for their own part of each step.
+        // Running answers wait only while the device computes the prompt, so the delay follows from the device's rate, not from the shared rate.
         let fixed_ms = if new_tokens > 0 { rates.fixed_ms(worker) } else { 0.0 };
         let computed_ms = fixed_ms + new_tokens as f64 / rates.device_rate(worker) * 1e3;
         let others_ms = rates.answers_ms(computed_ms, worker.sequences);

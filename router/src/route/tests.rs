@@ -72,7 +72,7 @@ fn placed(query: &PlacementQuery, workers: &[Candidate]) -> Result<(usize, Optio
 }
 
 #[test]
-fn prefill_worker_with_the_shortest_wait_wins() {
+fn prefill_worker_with_the_lowest_cost_is_chosen() {
     let base = [decode(), prefill(), prefill(), prefill()];
     let chosen = |change: &dyn Fn(&mut [Candidate])| {
         let mut workers = base.clone();
@@ -97,7 +97,7 @@ fn prefill_worker_with_the_shortest_wait_wins() {
 }
 
 #[test]
-fn decode_worker_with_the_least_transfer_and_load_wins() {
+fn decode_worker_with_the_least_transfer_and_load_is_chosen() {
     let chosen =
         |one: Candidate, other: Candidate| placed(&remote(1_601), &[one, other, prefill()]).expect("the request can be placed").0;
     assert_eq!(chosen(Candidate { overlap_blocks: 1, ..decode() }, decode()), 0);
@@ -274,7 +274,8 @@ fn local_prefill_is_charged_for_the_answers_that_it_delays() {
         let workers = [one, Candidate { queued_tokens, ..decode() }];
         placed(&local, &workers).expect("the request can be placed").0 == 0
     };
-    // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 16 answers counts as that of 8.
+    // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 16 answers costs 8 times (16 to the power ¾) as much as of
+    // one.
     for (sequences, tokens) in [(1, 710), (16, 5_760)] {
         let busy = Candidate { sequences, ..decode() };
         assert!(is_first(busy.clone(), tokens + 1) && !is_first(busy, tokens - 1), "{sequences}");
@@ -282,7 +283,7 @@ fn local_prefill_is_charged_for_the_answers_that_it_delays() {
 }
 
 #[test]
-fn prompts_that_are_computed_later_are_charged_for_their_delay_and_for_that_of_the_answer() {
+fn delay_of_prompts_that_are_computed_later_and_of_the_answer_is_charged() {
     let chosen = |query: &PlacementQuery, workers: [Candidate; 3]| placed(query, &workers).expect("the request can be placed");
     let waiting =
         |behind_tokens, worker: Candidate| Candidate { queued_tokens: 5_000, behind_tokens, behind_prompts: 1, ..worker };
@@ -290,17 +291,17 @@ fn prompts_that_are_computed_later_are_charged_for_their_delay_and_for_that_of_t
     // The prompt takes a second. A longer one waits for it, and is computed after it.
     let prefills = |tokens| chosen(&remote(1_001), [decode(), waiting(5_000.0, prefill()), queue(tokens, prefill())]).1;
     assert_eq!((prefills(1_001), prefills(999)), (Some(1), Some(2)));
-    // On a worker that decodes, the five seconds of the longer prompt also delay the answer, which counts 0.7.
+    // On a worker that decodes, the five seconds of the longer prompt also delay the answer. This delay has the weight 0.7.
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
     let decodes = |tokens| chosen(&local, [waiting(5_000.0, decode()), queue(tokens, decode()), prefill()]).0;
     assert_eq!((decodes(4_501), decodes(4_499)), (0, 1));
-    // A worker that only decodes the answer delays it by the prompts in its waiting.
+    // A worker that only decodes the answer delays it by the prompts in the worker's queue.
     let receives = |tokens| chosen(&remote(1_001), [queue(1_000, decode()), queue(tokens, decode()), prefill()]).0;
     assert_eq!((receives(1_001), receives(999)), (0, 1));
 }
 
 #[test]
-fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
+fn charge_for_later_prompts_is_proportional_to_the_queue_of_the_worker() {
     let costs = |queued_tokens, demand| {
         let demands = {
             let mut of = ByRole::default();
@@ -313,17 +314,17 @@ fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
         by_use[1].prefill.expect("it can be used").interference_ms
     };
     let idle = costs(0, WorkerDemand::default());
-    // Half of the worker's second is taken by ten prompts of 50 ms. Until it is idle, 2 s pass, or 8 s with three seconds of work before.
+    // Ten prompts of 50 ms arrive in a second, half of what the worker can compute. So it is idle after 2 s, or after 8 s if 3 s of work are queued.
     let demand = WorkerDemand { prompts: 10.0, tokens: 500.0 };
     assert!((costs(0, demand) - idle - 2.0 * 10.0 * 50.0).abs() < 1e-6);
     assert!((costs(3_000, demand) - idle - 8.0 * 10.0 * 50.0).abs() < 1e-6);
-    // Demand beyond the rate counts as nine tenths of it.
+    // A demand above the worker's rate is treated as 0.9 of that rate.
     let beyond = WorkerDemand { prompts: 1.0, tokens: 5_000.0 };
     assert!((costs(0, beyond) - idle - 10.0 * 1_000.0).abs() < 1e-6);
 }
 
 #[test]
-fn prompt_waits_for_half_of_the_step_of_the_prompts_that_it_precedes() {
+fn prompt_waits_for_half_of_a_running_step_of_prompts_that_it_precedes() {
     let queue_ms = |behind_tokens, step_tokens| {
         let worker = Candidate { queued_tokens: 5_000, behind_tokens, behind_prompts: 1, step_tokens, ..prefill() };
         let policy = PolicyKind::KvAware;
@@ -336,7 +337,7 @@ fn prompt_waits_for_half_of_the_step_of_the_prompts_that_it_precedes() {
         assert_eq!(queue_ms(behind_tokens, step_tokens), expected, "{behind_tokens} {step_tokens}");
     }
     assert_eq!(queue_ms(5_000.0, 0), 0.0, "the steps of external engines are not known");
-    // Prompts have half of each step, and answers the other half, 10 ms: half of a step's 10 tokens takes 10 ms.
+    // Prompts have half of each step, and answers the other half, 10 ms. A step takes 20 ms, of which half is left.
     let short = Candidate { queued_tokens: 5_000, behind_tokens: 5_000.0, step_tokens: 512, prompt_share: 0.5, ..decode() };
     let policy = PolicyKind::KvAware;
     let by_use = costs_by_use(policy, &Costs::default(), ByRole::default(), &query(100), &[short]);
@@ -344,7 +345,7 @@ fn prompt_waits_for_half_of_the_step_of_the_prompts_that_it_precedes() {
 }
 
 #[test]
-fn prompts_take_longer_next_to_answers_and_delay_these_no_longer() {
+fn prompts_take_longer_while_answers_run_but_delay_answers_no_longer() {
     let cost = |prompt_share| {
         let prefill_fixed_ms = measured(10.0);
         let (queued_tokens, behind_tokens) = (500, 400.0);
@@ -362,7 +363,7 @@ fn prompts_take_longer_next_to_answers_and_delay_these_no_longer() {
 }
 
 #[test]
-fn answers_gather_on_workers_that_prefill_little_as_far_as_prompts_can_go_elsewhere() {
+fn answers_are_placed_on_workers_that_prefill_little_if_other_workers_can_prefill() {
     let chosen = |remote_tokens| {
         let demands = {
             let mut of = ByRole::default();
@@ -382,7 +383,7 @@ fn answers_gather_on_workers_that_prefill_little_as_far_as_prompts_can_go_elsewh
 }
 
 #[test]
-fn transfer_is_charged_as_far_as_the_computation_does_not_hide_it() {
+fn only_transfer_time_that_does_not_overlap_the_computation_is_charged() {
     // A token takes a millisecond to compute or to send.
     let transfer = |step_tokens, cached| {
         let workers = [decode(), Candidate { step_tokens, overlap_blocks: cached, ..prefill() }];
@@ -417,14 +418,14 @@ fn prompt_without_enough_free_blocks_is_charged_the_wait_for_running_answers() {
 }
 
 #[test]
-fn blocks_that_answers_will_take_are_charged_before_they_are_taken() {
+fn blocks_that_running_answers_are_expected_to_need_are_charged() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
     let busy = |answer_tokens| Candidate { available_blocks: 110, in_use_blocks: 90, answer_tokens, ..decode() };
     let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
     let waits =
         |answer_tokens, queued| placed(&local, &[busy(answer_tokens), queue(queued)]).expect("the request can be placed").0 == 0;
-    // The 100 blocks of the prompt are available, but half of the 100 blocks of running answers is still to come. So 40 blocks are lacking
-    // of the 200 that answers release within 5 s.
+    // 110 blocks are available. The prompt needs 100, and running answers of 1,600 tokens are expected to need 50 more. So 40 blocks are lacking, a
+    // fifth of the 200 that answers release within 5 s.
     assert!(waits(0, 1) && waits(320, 1));
     assert!(waits(1_600, 1_001) && !waits(1_600, 999));
 }

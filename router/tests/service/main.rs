@@ -109,7 +109,7 @@ async fn restarted_worker_joins_as_new_instance_with_empty_cache() {
 }
 
 #[tokio::test]
-async fn message_of_another_instance_ends_the_membership() {
+async fn worker_is_removed_when_a_message_names_another_instance() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.join().await;
@@ -237,8 +237,8 @@ async fn booking_lasts_until_its_stream_ends() {
     router.until(bookings(3, 3, 3)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
-    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached, even if
-    // that number comes later, and only once.
+    // The first request has its first token. The assumed overlap of two blocks is compared with the reported cached tokens once, even if they are
+    // reported later.
     routes[0].prefill_finished(None);
     router.until(bookings(2, 3, 3)).await;
     routes[0].prefill_finished(Some(16));
@@ -284,8 +284,8 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // The worker `mine` reports the booked request. If the booking counted as well, `mine` would have a load of 20 blocks, more than
-    // `other`. Its load is 10 blocks.
+    // The worker `mine` reports the booked request. Its load is 10 blocks. If the booking were still added, the load would be 20 blocks, more than
+    // that of `other`.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;
@@ -317,7 +317,7 @@ async fn failed_attempts_are_retried_on_other_workers_until_no_worker_is_left() 
 }
 
 #[tokio::test]
-async fn request_that_was_placed_once_is_not_refused_for_its_wait_when_its_worker_fails() {
+async fn request_whose_worker_fails_is_placed_again_without_a_limit_on_its_wait() {
     let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
     decodes.iter().for_each(|decode| decode.describe_as(|info| info.sequences_max = 1));
     let router = TestRouter::start(&[&decodes[0], &decodes[1]], local()).await;
@@ -396,7 +396,7 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
     twice.placement().await;
     assert_eq!(twice.reply().await.expect_err("the second start message is refused").code(), Code::InvalidArgument);
     router.until(|view| view.bookings == 0).await;
-    // A failure without an instance id excludes no instance, and a second end of prefill releases nothing.
+    // A failure without an instance id excludes no instance, and a repeated message that the prefill has ended is ignored.
     let mut odd = router.route(prompt("r", &[1])).await;
     odd.placement().await;
     odd.prefill_finished(None);

@@ -75,8 +75,8 @@ impl Scenario {
     }
 
     /// Publishes these events again and again until they are indexed. NATS may receive the first events before it receives the router's
-    /// subscription, and then the router misses them; in production the next heartbeat reveals that gap. Events received twice change
-    /// nothing.
+    /// subscription, so that the router misses them; in production the next heartbeat reveals that gap. Events that are received twice
+    /// are ignored.
     async fn publish_until_indexed(&self, ids: std::ops::RangeInclusive<u64>) {
         let again = async {
             loop {
@@ -146,9 +146,9 @@ async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
     scenario.router.until_left("d").await;
 }
 
-/// Other programs may publish in the worker's name.
+/// Other programs may publish in the worker's name, so events over NATS do not prove that the worker is faulty.
 #[tokio::test]
-async fn published_events_beyond_the_workers_capacity_are_replaced_by_a_snapshot() {
+async fn nats_events_with_more_blocks_than_the_workers_capacity_cause_a_new_snapshot() {
     let mut scenario = Scenario::start_with(ClusterKey::default(), 10).await;
     let _watch = scenario.join(3).await;
     scenario.publish_until_indexed(4..=4).await;
@@ -162,13 +162,13 @@ async fn published_events_beyond_the_workers_capacity_are_replaced_by_a_snapshot
 }
 
 #[tokio::test]
-async fn forged_batches_are_ignored_and_signed_batches_are_applied() {
+async fn forged_event_batches_are_ignored_and_signed_ones_are_applied() {
     let mut scenario = Scenario::start_with(ClusterKey::random(), 100_000).await;
     let _watch = scenario.join(3).await;
     scenario.publish_until_indexed(4..=4).await;
     let forger = broker(&scenario.server, &ClusterKey::default(), &Metrics::default()).await;
     soon(forger.until(true)).await;
-    // The first forged event has the next id, so if it were accepted, the real event of that id would count as known. The second would
+    // The first forged event has the next id. If the router accepted it, it would ignore the real event with that id. The second forged event would
     // leave a gap.
     for event_id in [5, 50] {
         let events = vec![KvEvent { event_id, change: stored(None, &[666, 667]) }];

@@ -44,7 +44,7 @@ fn counts(own: u32, others: u32, on_decode: u32) -> impl Fn(&WorkersReply) -> bo
 }
 
 #[tokio::test]
-async fn each_router_counts_the_bookings_of_connected_peers() {
+async fn load_on_each_router_includes_the_bookings_of_connected_peers() {
     let (mut prefills, mut decode) = (
         [FakeWorker::start(Role::Prefill, "p0").await, FakeWorker::start(Role::Prefill, "p1").await],
         FakeWorker::start(Role::Decode, "d").await,

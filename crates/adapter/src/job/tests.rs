@@ -105,7 +105,7 @@ async fn token_outside_the_vocabulary_ends_the_request() {
 }
 
 #[tokio::test]
-async fn cached_tokens_are_at_most_those_of_the_prompt() {
+async fn reported_cached_tokens_are_limited_to_the_prompt_length() {
     for (reported, expected) in [(2, 2), (3, 3), (u32::MAX, 3)] {
         let usage = Some(EngineUsage { cached_tokens: Some(reported) });
         let events =

@@ -35,7 +35,7 @@ pub struct LlamaCppSettings {
     /// Whether prompts reuse the KV of earlier prompts. The server does not separate the caches of clients, so with this option its worker serves
     /// only requests without a cache salt and without an account.
     pub prefix_caching: bool,
-    /// The time after which the engine counts as hung if it answers no health check and makes no progress.
+    /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
 }
 

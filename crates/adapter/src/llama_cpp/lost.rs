@@ -1,7 +1,7 @@
 //! Recovers tokens that a streamed answer of llama.cpp leaves out.
 //!
 //! A token may end within a UTF-8 character. The server sends no event for such a token. Its event for the token that completes the character has the
-//! text of all these tokens, but only the id of the last one. The adapter then uses the ids into which the server's tokenizer divides the text. These
+//! text of all these tokens, but only the id of the last one. The adapter uses the ids into which the server's tokenizer divides the text. These
 //! tokens have the same bytes, although the model may have divided the text differently.
 
 use crate::api::EngineFailure;

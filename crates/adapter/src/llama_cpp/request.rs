@@ -13,8 +13,8 @@ const SAMPLERS: [&str; 5] = ["penalties", "temperature", "min_p", "top_k", "top_
 /// The fields that the last event of a streamed answer must have. Other fields would repeat the prompt's text and all settings.
 const RESPONSE_FIELDS: [&str; 4] = ["stop", "stop_type", "tokens_predicted", "timings"];
 
-/// llama.cpp's default window of presence and frequency penalties, in tokens. Prompt tokens in the window count as generated tokens, so with a larger
-/// window a long prompt would change the answer.
+/// llama.cpp's default window of presence and frequency penalties, in tokens. Prompt tokens in the window are penalised like generated ones, so
+/// with a larger window a long prompt would change the answer.
 const PENALTY_WINDOW: u32 = 64;
 
 #[derive(Serialize)]
@@ -24,7 +24,7 @@ pub(super) struct CompletionBody<'a> {
     cache_prompt: bool,
     stream: bool,
     return_tokens: bool,
-    /// If true, an event with the number of cached tokens is sent before the prompt is computed.
+    /// Whether the server sends an event with the number of cached tokens before it computes the prompt.
     return_progress: bool,
     response_fields: [&'static str; 4],
     samplers: [&'static str; 5],
@@ -38,7 +38,7 @@ pub(super) struct CompletionBody<'a> {
     repeat_last_n: u32,
     logit_bias: Vec<(TokenId, f32)>,
     seed: u32,
-    /// If true, no end-of-sequence token is generated.
+    /// Whether end-of-sequence tokens are excluded from the answer.
     ignore_eos: bool,
     n_probs: u32,
     #[serde(flatten)]

@@ -110,7 +110,7 @@ fn block_stored_twice_stays_cached_until_both_copies_are_removed() {
 }
 
 #[test]
-fn cache_hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
+fn cache_hit_that_is_reported_as_stored_is_not_counted_as_a_copy() {
     let mut mirror = mirror_with(|settings| settings.hits_are_reported = true);
     let prompt = tokens(1, 2);
     let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
@@ -333,7 +333,7 @@ type Path = (u8, Vec<bool>);
 enum Op {
     /// Stores the blocks of the path from this depth on: in host memory if the last value is true, otherwise on the device.
     Store(Path, usize, bool),
-    /// Drops one of the stored blocks, which need not be a leaf.
+    /// Removes one of the stored blocks, which need not be a leaf.
     Remove(Index),
     Clear,
     /// Starts a replica from a snapshot.

@@ -104,7 +104,7 @@ impl VllmClient {
         serde_json::from_slice(&self.get(path).await?).map_err(|error| EngineFailure::Protocol(error.to_string()))
     }
 
-    /// Returns the models that the server serves now; `None` if there are none. Of several names of the base model, the first one counts.
+    /// Returns the models that the server serves now; `None` if there are none. If the base model has several names, the first one is used.
     ///
     /// # Errors
     /// Fails if the server does not answer, or answers with an error.

@@ -46,13 +46,13 @@ pub struct VllmSettings {
     pub hash_key: HashKey,
     /// Maximum number of requests that the engine runs at the same time (vLLM's `--max-num-seqs`).
     pub running_max: usize,
-    /// The maximum number of requests that may wait for a place in the engine.
+    /// The maximum number of requests that may wait for a slot in the engine.
     pub waiting_max: usize,
     /// Whether the engine has `--kv-transfer-config` with `NixlConnector`, so that it exchanges KV with other workers' engines.
     pub nixl: bool,
     /// vLLM's `kv_lease_duration`: the time for which a prompt's KV is held for another engine.
     pub kv_lease: Duration,
-    /// The time after which the engine counts as hung if it answers no health check and makes no progress.
+    /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
 }
 

@@ -65,9 +65,9 @@ pub fn decode(payload: &[u8]) -> Result<EventBatch, MalformedBatch> {
     Ok(EventBatch { events, data_parallel_rank: rank })
 }
 
-/// Counts the payload's values before memory is taken for them.
+/// Checks the number of the payload's values before memory is allocated for them.
 fn check_values(payload: &[u8]) -> Result<(), MalformedBatch> {
-    // The number of values that have been announced and not been read.
+    // `pending` is the number of values that lists and maps have announced and that are not read yet.
     let (mut at, mut pending, mut found) = (0_usize, 1_u64, 0);
     while pending > 0 {
         (found, pending) = (found + 1, pending - 1);
@@ -76,7 +76,7 @@ fn check_values(payload: &[u8]) -> Result<(), MalformedBatch> {
         }
         let marker = *payload.get(at).ok_or(MalformedBatch::NotMsgpack)?;
         at += 1;
-        // The lengths of a value's size field and of its fixed rest.
+        // The number of bytes of the value's size field, and of its other bytes of fixed length.
         let (size_len, fixed) = match marker {
             0xc4 | 0xd9 => (1, 0),
             0xc5 | 0xda | 0xdc | 0xde => (2, 0),

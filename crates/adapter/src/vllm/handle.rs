@@ -1,5 +1,5 @@
-//! Converts vLLM's `kv_transfer_params` to KV handles and back. An engine that receives incomplete parameters ends, so both conversions
-//! check them.
+//! Converts vLLM's `kv_transfer_params` to KV handles and back. An engine that receives incomplete parameters crashes, so each conversion
+//! checks them.
 
 use crate::api::EngineFailure;
 use serde_json::Value;

@@ -75,8 +75,8 @@ struct ExtraArgs {
 impl<'a> SamplingParams<'a> {
     /// Returns the parameters of a generation with at most `max_tokens` new tokens.
     pub fn new(sampling: &'a Sampling, max_tokens: u32) -> Self {
-        // vLLM counts the sampled token as one of the alternatives, whose number is the length of this list. So the list has one token more: the
-        // first one again.
+        // vLLM returns as many alternatives as this list has tokens, and the sampled token is one of them. So the list has one token more: its
+        // first one is repeated.
         let requested = if sampling.logprobs.is_some() { sampling.logprob_token_ids.as_slice() } else { &[] };
         let logprob_token_ids: Vec<_> = requested.iter().chain(requested.first()).copied().collect();
         Self {

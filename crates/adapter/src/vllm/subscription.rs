@@ -4,13 +4,13 @@
 //! A ROUTER socket sends the most recent batches again on request (*replay*). A task reads both sockets and delivers each batch once and in
 //! order:
 //!
-//! - At the start, it requests a replay of all batches. If the engine no longer has the first batches, they are [`EventLoss`].
-//! - If a batch's number shows a gap, it requests a replay. A missing batch that the replay does not contain either is [`EventLoss`].
-//! - After a loss, it delivers all batches that the engine still has. A mirror built from these batches alone contains some of the cached
+//! - At the start, the task requests a replay of all batches. If the engine no longer has the first batches, they are [`EventLoss`].
+//! - If a batch's number shows a gap, the task requests a replay. A missing batch that the replay does not contain either is [`EventLoss`].
+//! - After a loss, the task delivers all batches that the engine still has. A mirror built from these batches alone contains some of the cached
 //!   blocks, and no block that is not cached.
-//! - After a reconnect, and from time to time while no batch arrives, it requests a replay from the last delivered batch on. This replay
-//!   also reveals batches that were lost and that no later batch has followed. If the replay does not have the last delivered batch, or has
-//!   another batch with its number, the engine is another process: [`MirrorUpdate::Restarted`].
+//! - After a reconnect, and from time to time while no batch arrives, the task requests a replay from the last delivered batch on. This also
+//!   reveals lost batches that no later batch has followed. If the replay lacks the last delivered batch, or has another batch with the same
+//!   number, the engine has been restarted: [`MirrorUpdate::Restarted`].
 //! - If a batch clears the cache, the batches before it do not matter, so their loss is not reported.
 
 mod socket;
@@ -57,8 +57,8 @@ pub struct SubscriptionSettings {
 pub enum MirrorUpdate {
     /// The events of the next batch of the engine.
     Batch(Vec<EngineEvent>),
-    /// Changes were lost, so the content of the mirror is void. The updates that follow have all events from some moment on. A mirror that is emptied
-    /// now and applies these updates contains only blocks that the engine has cached; after the next clear it contains all of them.
+    /// Changes were lost, so the mirror must be emptied. The updates that follow have all events from some moment on. With them, the emptied mirror
+    /// contains only blocks that the engine has cached; after the engine's next clear, it contains all of them.
     Lost(EventLoss),
     /// Another engine process publishes its events now. Its cache was empty at its start, and later updates have all of its events.
     Restarted,
@@ -142,10 +142,10 @@ struct Follower {
     settings: Arc<SubscriptionSettings>,
     updates: mpsc::Sender<MirrorUpdate>,
     backoff: Backoff,
-    /// Since when the current connection can receive batches.
+    /// The time at which the current connection became ready to receive batches; `None` without a connection.
     connected: Option<Instant>,
     position: BatchPosition,
-    /// The number of the last batch that was received on the current connection; `None` before its first batch.
+    /// The number of the last batch that was received on the current connection; `None` before the connection's first batch.
     live: Option<u64>,
     /// A loss that the current replay has revealed and that is not reported yet. `None` if the replay has revealed no loss, or if a later
     /// batch of the replay clears the cache, because then the loss does not matter.
@@ -233,7 +233,7 @@ impl Follower {
                 Ok(never) => match never {},
                 Err(SubscriptionEnd::Unsubscribed) => return,
                 Err(SubscriptionEnd::Failed(error)) => {
-                    // A publisher whose connections end soon is not connected to again and again at once.
+                    // Only a connection that has lasted resets the backoff, so the pauses grow if a publisher closes each connection soon.
                     if self.connected.take().is_some_and(|since| since.elapsed() > PAUSE_MAX) {
                         self.backoff.reset();
                     }

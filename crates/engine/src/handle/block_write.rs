@@ -6,8 +6,8 @@ use std::sync::Arc;
 use tandem_kv::{BlockId, BlockWrite, Ticket};
 use tokio::sync::Notify;
 
-/// The ended writes that the engine's thread has not handled yet. There are at most as many as blocks in use, because each write has at least one
-/// block that no other write has.
+/// The ended writes that the engine's thread has not handled yet. Each has at least one block that no other write has, so there are at most as many
+/// as blocks in use.
 #[derive(Clone, Default)]
 pub(super) struct EndedWrites(Arc<Mutex<Vec<EndedWrite>>>);
 

@@ -19,12 +19,12 @@ use tokio::time::timeout;
 /// The time limit for one constraint.
 const COMPILE_MAX: Duration = Duration::from_secs(1);
 
-/// The time for which a request waits until its constraint is compiled. It is shorter than the time limit for a first token, so that a worker with many
-/// constraints refuses requests and does not seem to hang.
+/// The time for which a request waits until its constraint is compiled. It is shorter than the time limit for a first token, so that a worker with
+/// many constraints refuses requests and does not seem to hang.
 const TURN_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// Maximum number of compiled constraints that are remembered, and of the bytes of their texts. Compiled, a constraint takes up to about 100 times
-/// the memory of its text.
+/// Maximum number of compiled constraints in the cache, and of the bytes of their texts. A compiled constraint takes up to about 100 times the memory
+/// of its text.
 const COMPILED_MAX: usize = 64;
 const COMPILED_TEXT_MAX: usize = 512 << 10;
 
@@ -38,18 +38,19 @@ pub(super) struct Constraints {
     threads: Arc<Mutex<Option<MaskThreads>>>,
     turns: Arc<Turns>,
     compiled: Arc<Mutex<Compiled>>,
-    /// Set when the vocabulary's tables are built, which takes longer than a constraint and is not part of its time.
+    /// Set when the vocabulary's tables are built. This takes longer than the compilation of a constraint, and is not part of its time limit.
     built: Arc<OnceCell<()>>,
     wake: Arc<Notify>,
 }
 
-/// The compiled constraints. The one that was used least recently is forgotten first.
+/// The cache of compiled constraints. The least recently used one is evicted first.
 struct Compiled {
     by_key: LruCache<Key, Arc<Matcher>>,
     text_bytes: usize,
 }
 
-/// Identifies a compiled constraint. An account cannot find out by the time of its request what another account has compiled.
+/// The key of a compiled constraint. It includes the account, so that no account can find out, by timing its requests, what another account has
+/// compiled.
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
     account: Arc<str>,
@@ -83,12 +84,12 @@ impl Constraints {
         self.vocabulary = Some(vocabulary);
     }
 
-    /// Lets masks be computed where they are requested, without threads.
+    /// Makes each mask be computed at once by the thread that requests it.
     pub fn compute_masks_at_once(&self) {
         *self.threads.lock() = Some(MaskThreads::none());
     }
 
-    /// Compiles the constraint of a request, unless it is remembered.
+    /// Compiles the constraint of a request, unless it is in the cache.
     ///
     /// # Errors
     /// Fails if the constraint cannot be enforced or takes too long to compile, or if the engine has no vocabulary.
@@ -127,7 +128,7 @@ impl Constraints {
     }
 }
 
-/// Compiles a constraint, unless a request of this account has done so while this one waited for its turn.
+/// Compiles a constraint, unless another request of the account has compiled it while this one waited.
 fn compile_once(vocabulary: &Vocabulary, key: Key, compiled: &Mutex<Compiled>) -> Result<Arc<Matcher>, Refusal> {
     let remembered = compiled.lock().by_key.get(&key).cloned();
     if let Some(fresh) = remembered {
@@ -138,11 +139,11 @@ fn compile_once(vocabulary: &Vocabulary, key: Key, compiled: &Mutex<Compiled>) -
     Ok(fresh)
 }
 
-/// Lets accounts take turns, with one running compilation each.
+/// Limits the running compilations to one for each account, and to a maximum number in total. Accounts take turns.
 struct Turns {
-    /// One permit for each account that has a request here.
+    /// One permit for each account that has a request which waits or is compiled.
     accounts: Mutex<HashMap<String, Weak<Semaphore>>>,
-    /// The permits of running compilations. An account waits here with one request at a time, so they are given out in turn by account.
+    /// The permits of running compilations. Only one request of an account waits for them at a time, so accounts receive them in turn.
     places: Arc<Semaphore>,
     /// The permits of compilations that have exceeded the time limit. Their threads cannot be stopped.
     overdue: Arc<Semaphore>,
@@ -186,8 +187,8 @@ impl Turns {
     }
 }
 
-/// Gives other accounts the place of a compilation that no request awaits any more, unless too many such threads run. The account of the compilation
-/// waits for its thread.
+/// Frees the place of a compilation that no request awaits any more for other accounts, unless too many such threads run. The compilation's own
+/// account must wait until the thread ends.
 struct Abandoned {
     place: Arc<Mutex<OwnedSemaphorePermit>>,
     overdue: Arc<Semaphore>,
@@ -222,7 +223,7 @@ mod tests {
     use tandem_grammar::Kind;
 
     #[tokio::test(start_paused = true)]
-    async fn account_with_one_constraint_is_served_before_the_second_of_another_account() {
+    async fn first_constraint_of_an_account_is_compiled_before_the_second_of_another() {
         let turns = Turns::new(1);
         let order = Arc::new(Mutex::new(Vec::new()));
         let run = |account: &'static str| {
@@ -246,7 +247,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn request_that_is_dropped_gives_its_place_to_other_accounts() {
+    async fn dropped_compilation_frees_its_place_for_other_accounts() {
         let turns = Turns::new(1);
         let (open, gate) = mpsc::channel::<()>();
         let first = turns.run("one", move || {
@@ -263,7 +264,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn overdue_constraint_is_refused_and_delays_only_its_own_account() {
+    async fn constraint_that_takes_too_long_is_refused_and_delays_only_its_own_account() {
         let turns = Turns::new(1);
         let overdue = |account: &'static str| {
             let (open, gate) = mpsc::channel::<()>();

@@ -103,7 +103,7 @@ impl Driver {
             }
             self.end_writes();
             self.update_backpressure();
-            // The clock is read only once, so that the plan and the wait for a deadline agree about which deadlines have passed.
+            // The clock is read only once, so that the plan and the wait for a deadline use the same time.
             let now = self.now();
             let plan = self.machine.plan(now);
             let succeeded = self.run_actions();

@@ -26,8 +26,8 @@ const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 /// bounds the work when the queue is long.
 const COMPARED_PROMPTS_MAX: usize = 64;
 
-/// A new prompt gets blocks only while the prompts of its account that precede it need less than this many full steps. So later prompts leave the
-/// blocks to earlier ones. The number is large enough that the ticket of a transfer arrives before its prompt is computed.
+/// A new prompt gets blocks only if the prompts that precede it need less than this many full steps. So later prompts leave the blocks to earlier
+/// ones. The number is large enough that the ticket of a transfer arrives before its prompt is computed.
 const LOOKAHEAD_STEPS: usize = 4;
 
 impl Machine {
@@ -96,8 +96,8 @@ impl Machine {
     }
 
     fn check_queue(&self) -> Result<(), Refusal> {
-        // Preempted sequences do not count towards the limit: they were accepted before, and clients that do not read may keep many of them in the
-        // queue.
+        // Preempted sequences do not count towards the limit: they were accepted earlier, and clients that do not read their events may keep many
+        // of them in the queue.
         if self.waiting.len_new() >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
     }
 
@@ -113,7 +113,7 @@ impl Machine {
             // one job of a burst is cancelled, only the job after it loses its expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
-        // Of a prompt whose KV comes from another worker, only the last token is computed here. It does not wait for prompts that are computed here.
+        // If a prompt's KV comes from another worker, only its last token is computed here, and it does not wait for prompts that are computed here.
         let to_compute = if sequence.is_remote() { 1 } else { sequence.remaining() };
         let cost = to_compute.saturating_sub(cached_blocks * self.info.block_size as usize);
         let equal = |other: &&Sequence| {
@@ -225,9 +225,8 @@ impl Machine {
         let owner = sequence.owner();
         let size = self.info.block_size as usize;
         let len_blocks = sequence.target().div_ceil(size);
-        // The candidate is admitted only if one spare block remains for each growing sequence before it, and one for itself if its last prompt token
-        // begins a block. Without these spare blocks, the candidate would preempt one of those sequences in the next step, or would be preempted
-        // itself.
+        // The candidate is admitted only if spare blocks remain: one for each growing sequence before it, and one for itself if its last prompt token
+        // begins a block. Without them, the next step would have to preempt the candidate or one of these sequences.
         let grows_next = matches!(sequence.role, Role::Prompt(_)) && sequence.target().is_multiple_of(size);
         let wanted = Wanted {
             reuse_max_blocks: sequence.reuse_max_blocks(size) as u32,
@@ -277,8 +276,8 @@ impl Machine {
         self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count().min(before)
     }
 
-    /// Returns how many prompt tokens will be computed before those of a new prompt: those of the same account that are due earlier, and those of
-    /// all prompts that outrank it.
+    /// Returns how many prompt tokens of running sequences will be computed before those of a new prompt: tokens of prompts of its account and
+    /// priority that are due earlier, and of all prompts that outrank it.
     fn tokens_before(&self, sequence: &Sequence) -> usize {
         let precedes = |other: &Sequence| {
             other.outranks(sequence)
@@ -351,7 +350,7 @@ enum Admission {
     Complete,
     /// Backpressure pauses the candidate, or it waits for blocks that another sequence produces.
     Deferred,
-    /// The prompts that precede the candidate, in its account or because they outrank it, need [`LOOKAHEAD_STEPS`] full steps or more.
+    /// The prompts that precede the candidate need [`LOOKAHEAD_STEPS`] full steps or more.
     LookaheadReached,
     /// There are too few free blocks for the candidate. `preempted` says whether another sequence has just released its blocks.
     OutOfBlocks { preempted: bool },
@@ -400,7 +399,7 @@ impl FlowCandidates {
         }
     }
 
-    /// Selects the next candidate: a sequence of the best priority and, of these, one of the request with the fewest places in the batch. Among
+    /// Selects the next candidate: of the sequences that no other one outranks, one of the request with the fewest places in the batch. Among
     /// requests of one priority without a place, those that had blocks before precede new prompts.
     fn advance(&mut self, machine: &Machine, shares: &Shares) {
         let owner = |within, job| {

@@ -1,8 +1,8 @@
 //! How many prompt tokens a step computes, and how they are split between the prompts of the batch.
 //!
 //! A step that also continues answers delays their next tokens, so it has fewer prompt tokens ([`Rates::prompt_tokens`](super::rates::Rates)).
-//! [`RoundRobin`](super::fair::RoundRobin) splits them by rank and account. A step with more tokens takes longer, so prompts are left out of steps that
-//! compute the rest of a prompt that outranks them, or its first token, although these steps have room for more tokens.
+//! [`RoundRobin`](super::fair::RoundRobin) splits them by rank and account. A step with more tokens takes longer. So if a step computes the rest of a
+//! prompt, or its first token, prompts that it outranks are left out of the step, even if the step's budget has tokens for them.
 
 use super::{Machine, fair::Demand};
 use std::{collections::BTreeMap, sync::Arc};
@@ -10,22 +10,23 @@ use tandem_kv::Priority;
 
 /// The minimum of a step's budget of prompt tokens, however many sequences decode and however slow the device is.
 pub(super) const PREFILL_TOKENS_MIN: usize = 16;
-/// The exempt job gets this part of a step's prompt tokens, so that a long prompt delays those that outrank it little.
+/// The exempt job gets at most 1 / `EXEMPT_SHARE` of a step's prompt tokens, so that its prompt, if long, hardly delays prompts that outrank it.
 const EXEMPT_SHARE: usize = 8;
 /// Maximum number of tokens in a chunk that returns logits for every token. The limit bounds memory: each row has a logit for every token of the
 /// vocabulary.
 const LOGIT_ROWS_MAX: usize = 64;
-/// The number of short steps in succession. A prompt causes two of them at most: the one that computes its rest, and the one that samples its first token.
+/// The number of short steps ([`ShortSteps`]) that are permitted in succession. One prompt causes at most two: the step that computes its rest, and
+/// the step that samples its first token.
 const SHORT_STEPS_MAX: u32 = 8;
 
-/// Limits the number of *short steps*: those from which outranked prompts were left out although there was room for them. Once there were
-/// [`SHORT_STEPS_MAX`] more short steps than other ones, only every second step may be short. So urgent prompts that arrive all the time cost the
-/// others at most half of the steps in which there is room for them, and less than half of the time.
+/// Limits the number of *short steps*: steps from which outranked prompts were left out although the budget had tokens for them. Once there were
+/// [`SHORT_STEPS_MAX`] more short steps than other ones, only every second step may be short. So urgent prompts that arrive all the time keep others
+/// out of at most half of the steps that have tokens for them, and of less than half of the time.
 #[derive(Debug, Default)]
 pub(super) struct ShortSteps(u32);
 
 impl ShortSteps {
-    /// Returns whether the next step is short, given that it may be.
+    /// Returns whether the next step, from which outranked prompts could be left out, may be short. Records this step.
     fn next(&mut self) -> bool {
         let is_short = self.0 < SHORT_STEPS_MAX;
         if is_short {
@@ -52,8 +53,8 @@ impl Machine {
 
     /// Splits the step's budget of prompt tokens between the sequences of the batch. Returns the number of tokens of each sequence, by its
     /// index in `running`. As in the fair order, the first sequence of every request precedes all further samples (which compute tokens
-    /// again after a preemption) of its priority. The exempt prompt gets its part first, and prompts that requests without a first token outrank get none
-    /// if the step is short.
+    /// again after a preemption) of its priority. The exempt prompt gets its part first. If the step is short, prompts get no tokens if a request
+    /// without a first token outranks them.
     pub(super) fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
         let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
         if prefills.is_empty() && self.round_robin.is_empty() {
@@ -87,7 +88,7 @@ impl Machine {
         prefills.into_iter().zip(allotted).collect()
     }
 
-    /// Returns the tokens of each demand, but 0 if a request of the batch whose first token is to come outranks its prompt.
+    /// Returns the tokens of each demand; 0 if its prompt is outranked by a request of the batch that has no first token yet.
     fn not_outranked(&self, batch: &[usize], prefills: &[usize], demands: &[Demand]) -> Vec<usize> {
         let mut best: BTreeMap<&str, Priority> = BTreeMap::new();
         for sequence in batch.iter().map(|index| &self.running[*index]).filter(|sequence| sequence.awaits_first_token()) {
@@ -105,8 +106,8 @@ impl Machine {
         tokens.collect()
     }
 
-    /// Returns whether the step has only the tokens `others` of prompts that are not outranked. If they fill the step, it is not short: leaving out the
-    /// rest would change its share, but save no time.
+    /// Returns whether the step is short: it computes only the tokens `others` of prompts that are not outranked. If these fill the budget, the step
+    /// is not short, because leaving out other prompts would save no time.
     fn is_short(&mut self, demands: &[Demand], others: &[usize], budget: usize) -> bool {
         let all: usize = demands.iter().map(|demand| demand.tokens).sum();
         let others: usize = others.iter().sum();

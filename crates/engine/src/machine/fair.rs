@@ -6,9 +6,9 @@
 //!   which one loses its place first.
 //! - *Prompt tokens* are spent: [`RoundRobin`] allots each step's tokens to accounts by deficit round robin (Shreedhar and Varghese 1996).
 //! - *Inside an account* prompts are computed in the order of [`due`]: the order in which they would finish if all shared the device equally.
-//! - *Priorities* precede all of these. Accounts rotate only among requests that rank equally across accounts, and the rotation inside an account
-//!   begins with its requests of the best priority.
-//! - *One request is exempt*: the oldest one, if requests of better priorities have delayed it for long. Its first sequence precedes all others.
+//! - *Priorities* precede these three rules. Accounts rotate only among requests that rank equally across accounts, and the rotation inside an
+//!   account begins with the requests that outrank its others.
+//! - *One request is exempt*: the oldest one, if requests that outrank it have delayed it for long. Its first sequence precedes all others.
 
 use super::sequence::{Flow, JobId, Owner};
 use std::{
@@ -16,9 +16,9 @@ use std::{
     sync::Arc,
 };
 
-/// In each round, this many prompt tokens of an account are computed before those of the next account. It is about the length of a short prompt, so
-/// that a short prompt is computed in the first step after its arrival. With a larger quantum, long prompts of other accounts would delay short
-/// prompts.
+/// The quantum of the deficit round robin: the number of prompt tokens of an account that are computed in each round. It is about the length of a
+/// short prompt, so that a short prompt is computed in the first step after its arrival. With a larger quantum, long prompts of other accounts would
+/// delay short prompts.
 pub(super) const QUANTUM_TOKENS: usize = 256;
 
 /// Returns the time at which a prompt of `cost` tokens is due. Time is counted in prompt tokens that this worker has computed since its start.
@@ -33,15 +33,15 @@ pub(super) fn due(computed: u64, cost: usize, others: impl Iterator<Item = usize
 
 /// The number of sequences that hold a place in the steps, by flow and request.
 ///
-/// The *fair order* of an account's sequences of one priority begins with the first sequence of each of its requests, the oldest request first; the
-/// second sequence of each follows, and so on. The sequences of the account's next priority follow. The fair order of all sequences that rank equally
-/// across accounts begins with the first sequence of each account; the second of each follows, and so on. Those of the next rank follow.
+/// The *fair order* of an account's sequences of one priority begins with the first sequence of each of its requests, the oldest request first; next
+/// come the second sequences, and so on. Then come the sequences of the account's next priority. The fair order of all sequences that rank equally
+/// across accounts begins with the first sequence of each account; next come the second ones, and so on. Then come the sequences of the next rank.
 #[derive(Debug, Default)]
 pub(super) struct Shares {
     flows: BTreeMap<Flow, Share>,
     /// The exempt job. Its first sequence precedes all others, and takes no place in the rotation of its flow.
     exempt: Option<JobId>,
-    /// Whether the first sequence of the exempt job has a place.
+    /// Whether the first sequence of the exempt job has a place in the steps.
     exempt_runs: bool,
 }
 
@@ -77,7 +77,7 @@ impl Shares {
         share.and_then(|share| share.jobs.get(&(owner.priority.within, owner.job))).copied().unwrap_or(0)
     }
 
-    /// Returns how many sequences of its own flow would precede one more sequence of this request in the fair order.
+    /// Returns how many sequences of the request's flow would precede one more sequence of the request in the fair order.
     pub fn before_in_flow(&self, owner: &Owner) -> usize {
         let Some(share) = self.flows.get(&owner.flow()) else { return 0 };
         let (within, own) = (owner.priority.within, self.in_rotation(owner));
@@ -130,14 +130,14 @@ pub(super) fn fair_order(sequences: &[Owner], exempt: Option<JobId>) -> Vec<usiz
     first.into_iter().chain(rounds.into_iter().map(|(.., index)| index)).collect()
 }
 
-/// The rotations of accounts, one for each rank across accounts. A rank's rotation has what the better ranks leave of a step's tokens.
+/// The rotations of accounts, one for each rank across accounts. A rank gets the tokens of a step that the ranks before it have not used.
 #[derive(Debug, Default)]
 pub(super) struct RoundRobin(BTreeMap<i32, VecDeque<Round>>);
 
 #[derive(Debug)]
 struct Round {
     account: Arc<str>,
-    /// The unused tokens of the account's quantum. Only the first account of a rotation can have unused tokens.
+    /// The number of unused tokens of the account's quantum. Only the first account of a rotation can have unused tokens.
     credit: usize,
 }
 

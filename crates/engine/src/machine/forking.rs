@@ -1,7 +1,7 @@
 //! Forks a prompt into its samples.
 //!
-//! A prompt whose KV is complete stays in `forking` with its blocks, and starts one more sample whenever the fair order has a place for it. So a
-//! request holds the blocks of its prompt and of its running samples only, however many samples it has.
+//! A prompt whose KV is complete stays in `forking` with its blocks. Whenever a place in the batch goes to it by the fair order, it starts one more
+//! sample. So a request holds the blocks of its prompt and of its running samples only, however many samples it has.
 
 use super::{
     Action, Machine,

@@ -9,9 +9,9 @@ use super::{
 };
 
 impl Machine {
-    /// Allocates the block that the next token of each running sequence needs. While no block is free, a sequence releases its blocks. The order of
-    /// preference is: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the fair order. Reservations and
-    /// forking prompts that outrank that last sequence keep their blocks.
+    /// Allocates the block that the next token of each running sequence needs. If no block is free, other sequences release theirs, in this order:
+    /// paused sequences, reservations that have not started, forking prompts, the last sequence in the fair order. Reservations and forking prompts
+    /// that outrank this last sequence keep their blocks.
     pub(super) fn grow(&mut self) {
         let size = self.info.block_size as usize;
         let mut index = 0;
@@ -37,13 +37,13 @@ impl Machine {
         }
     }
 
-    /// Returns the index in `list` of the youngest sequence of the worst rank among those that do not outrank the running sequence at `victim`.
+    /// Returns the index in `list` of a sequence that does not outrank the running sequence at `victim`: of these, the youngest of the last rank.
     fn last_outranked(&self, list: &[Sequence], victim: usize) -> Option<usize> {
         let victim = &self.running[victim];
         self.last_that(list, |of| !of.outranks(victim))
     }
 
-    /// Returns the index of the youngest sequence of the worst rank among those that are not exempt and for which `may_lose` is true.
+    /// Returns the index of a sequence that is not exempt and for which `may_lose` is true: of these, the youngest of the rank that is served last.
     fn last_that(&self, list: &[Sequence], may_lose: impl Fn(&Sequence) -> bool) -> Option<usize> {
         let candidates = list.iter().enumerate().filter(|(_, of)| may_lose(of) && self.exempt != Some(of.job));
         candidates.max_by_key(|(index, of)| (of.priority.across, *index)).map(|(index, _)| index)
@@ -51,12 +51,12 @@ impl Machine {
 
     /// Preempts a sequence to free blocks for a sequence of `owner` that needs `blocks` of them. Returns whether it preempted one.
     ///
-    /// A paused sequence is preempted first. Then comes the last running sequence in the fair order if `owner` outranks it, or a forking prompt of no
-    /// better rank than that sequence, but only if all sequences that `owner` outranks hold enough blocks together. Otherwise the last sequence is
-    /// preempted if it is of equal rank and its owner has more than a fair share. Such an owner is an account, with its sequences of this rank; if both
-    /// sequences belong to one account, it is a request. An owner has more than a fair share if two conditions hold. After the preemption it still has
-    /// at least as many sequences as the owner of the new sequence. Before the preemption it holds more blocks than that owner will hold. So each owner
-    /// keeps its first sequence, and two owners never preempt each other alternately.
+    /// A paused sequence is preempted first. Next, `owner` preempts what it outranks, if all that it outranks holds enough blocks together: a forking
+    /// prompt that does not outrank the last running sequence in the fair order, or else that last sequence. If it outranks neither, the last
+    /// sequence is preempted if it has the same rank and its owner has more than a fair share. For this rule, an owner is an account with its
+    /// sequences of this rank or, if both sequences belong to one account, a request. An owner has more than a fair share if it holds more blocks
+    /// than the owner of the new sequence will hold, and will still have at least as many sequences. So each owner keeps its first sequence, and two
+    /// owners never preempt each other alternately.
     pub(super) fn preempt_for(&mut self, owner: &Owner, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;
@@ -119,7 +119,7 @@ impl Machine {
         holdings
     }
 
-    /// Preempts the youngest paused sequence; returns whether there was one. Without this, other sequences would wait for blocks until the
+    /// Preempts the youngest paused sequence; returns whether there was one. If it kept its blocks, other sequences would wait for them until the
     /// client of the paused sequence reads again.
     pub(super) fn preempt_paused(&mut self) -> bool {
         if let Some(youngest) = self.forking.iter().rposition(|parent| parent.paused) {
@@ -162,9 +162,9 @@ struct Holdings {
 }
 
 impl Holdings {
-    /// Returns whether the owner of `self` may lose a sequence so that the owner of `other` gains one with `blocks` blocks. Afterwards the owner of
-    /// `self` must still have at least as many sequences as the owner of `other`. In addition, the owner of `self` must now have more blocks than the
-    /// owner of `other` has afterwards.
+    /// Returns whether the owner with the holdings `self` may lose a sequence, so that the owner with the holdings `other` gains one of `blocks`
+    /// blocks. Two conditions must hold: after the exchange the first owner has at least as many sequences as the second, and the first owner now has
+    /// more blocks than the second will have.
     fn exceed(self, other: Self, blocks: usize) -> bool {
         self.sequences >= other.sequences + 2 && self.blocks > other.blocks + blocks
     }

@@ -14,7 +14,7 @@ pub(super) struct Rates {
     prefill: Regression,
     decode: Regression,
     prefill_measurements: u64,
-    /// The mean of [`Rates::share_of`] in the latest steps with prompts; 0 while there is no evidence.
+    /// The mean of [`Rates::share_of`] in the latest steps with prompts; 0 while it is unknown.
     prompt_share: f64,
 }
 
@@ -22,36 +22,37 @@ pub(super) struct Rates {
 /// sequences.
 const DECAY: f64 = 0.9;
 
-/// A step with at least this many prompt tokens counts as long. Shorter steps have about equal weights. The times of longer steps vary more, so their
-/// weights decrease with the square of their length. If the mean length of the steps is at least this number, there is a rate even if all steps are
-/// equally long, because then the fixed time is small compared with the time for the tokens.
+/// A step with at least this many prompt tokens is *long*. Short steps have about equal weights. The times of long steps vary more, so their weights
+/// decrease with the square of their length. If the mean length of the steps is at least this number, there is a rate even if all steps are equally
+/// long, because then the fixed time is small compared with the time for the tokens.
 const LONG_STEP_TOKENS: f64 = 64.0;
 
-/// A line's slope is determined only if the lengths of the steps differ enough: the weighted sum of their squared deviations from the mean must reach
-/// this number. A very long step among many steps of a few tokens adds about four times as much.
+/// A line's slope is determined only if the lengths of the steps differ enough: the weighted sum of the squared deviations of the lengths from their
+/// mean must reach this number. One very long step among many steps of a few tokens contributes about four times this number.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
 /// A slope is significant if it exceeds its standard error at least by this factor.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
-/// The weight of the latest step in the mean share of prompts: what the router expects of the next seconds, not of one step.
+/// The weight of the latest step in the mean share of prompts. It is small, because the router estimates the next seconds from the mean, not one
+/// step.
 const SHARE_WEIGHT: f64 = 0.05;
 
-/// The default limit: a step with prompts takes at most this many times as long as one that only continues the same sequences, so these take a
-/// sixteenth of it.
+/// The default limit on the time of a step with prompts, as a multiple of the time of a step that only continues the same sequences.
 const ITL_STEPS: f64 = 16.0;
 
 /// The number of classes of steps of similar length. Each class begins at twice the length at which the previous class begins.
 const LENGTH_CLASSES: usize = 16;
 
 impl Rates {
-    /// Adds a step to the evidence. `chunk_budget` is the number of prompt tokens in a full step, and `step_budget` the number that this one could have.
+    /// Adds a step to the evidence. `chunk_budget` is the number of prompt tokens in a full step, and `step_budget` the number that this step could
+    /// have computed.
     pub fn record(&mut self, stats: &StepStats, chunk_budget: u32, step_budget: usize) {
         let seconds = stats.duration.as_secs_f64();
         let (tokens, sequences) = (f64::from(stats.prefill_tokens), f64::from(stats.decode_tokens));
-        // A step with prompt tokens and decoding sequences counts for one of the two kinds only if the time of the other kind is known. For
-        // decoding sequences the mean time suffices; for prompt tokens it does not, because their time per token depends on the length of
-        // the step.
+        // A step with prompt tokens and decoding sequences is evidence for one of the two lines only if the time that the other line explains is
+        // known. For decoding sequences a mean time suffices; for prompt tokens it does not, because their time per token depends on the length
+        // of the step.
         let decode_part = || self.decode_seconds(stats.decode_tokens as usize);
         let prefill_seconds = if sequences > 0.0 { decode_part().map(|part| seconds - part) } else { Some(seconds) };
         let prefill_part = || self.prefill.line().or_else(|| self.prefill.scaled()).map(|line| line.seconds(tokens));
@@ -65,34 +66,33 @@ impl Rates {
             self.prefill_measurements += u64::from(is_added && is_full);
         }
         // In a step with a long chunk, the decode time is the small difference between the duration and the predicted prefill time, and may
-        // be negative by chance. Negative values count as well, because the mean would be too high without them. Such steps count only until there
-        // is evidence without them: any division of their time between both kinds explains them, so both estimates would drift.
+        // be negative by chance. Negative values are included, because the mean would be too high without them. Such steps are used only until there
+        // are steps without prompts: any division of the time between the two lines fits such steps, so both lines would drift.
         let is_needed = tokens == 0.0 || self.decode.mean().is_none();
         if let Some(decode_seconds) = decode_seconds.filter(|_| sequences > 0.0 && is_needed) {
             self.decode.record(sequences, decode_seconds, DECAY);
         }
     }
 
-    /// Returns the prompt tokens per second, not counting the fixed time of a step; 0 while there is no evidence.
+    /// Returns the prompt tokens per second, without the fixed time of a step; 0 while it is unknown.
     pub fn prefill_tokens_per_second(&self) -> f64 {
         self.prefill.rate().map_or(0.0, |line| line.each.recip())
     }
 
-    /// Returns the number of long steps from which the rate was computed: steps of at least 64 prompt tokens, or of as many as the step could have if that
-    /// is less. Shorter steps hardly displace the evidence of long steps, so while only short steps run, the rate is as old as the last long
-    /// step.
+    /// Returns the number of full steps from which the rate was computed: steps with [`LONG_STEP_TOKENS`] prompt tokens, or with the step's budget if
+    /// that is less. Other steps hardly displace this evidence, so while only they run, the rate is as old as the last full step.
     pub fn prefill_measurements(&self) -> u64 {
         self.prefill_measurements
     }
 
-    /// Returns the fixed time of a step that computes prompt tokens, in milliseconds; 0 while there is no evidence.
+    /// Returns the fixed time of a step that computes prompt tokens, in milliseconds; 0 while it is unknown.
     pub fn prefill_fixed_ms(&self) -> f64 {
         self.prefill.rate().map_or(0.0, |line| line.fixed * 1e3)
     }
 
-    /// Returns how many prompt tokens a step may compute that also continues `sequences`, so that these wait no longer than `itl_max` for their next
-    /// tokens; `None`: [`ITL_STEPS`] times as long as for a step without prompts. The tokens take at least half of the step. Returns `None` while there is
-    /// no evidence.
+    /// Returns how many prompt tokens a step may compute that also continues `sequences` sequences, so that it takes no longer than `itl_max`; if
+    /// that is `None`, no longer than [`ITL_STEPS`] steps without prompts. Prompt tokens get at least half of the step. Returns `None` while the
+    /// rates are unknown.
     pub fn prompt_tokens(&self, sequences: usize, itl_max: Option<Duration>) -> Option<usize> {
         let (prefill, decode) = (self.latest_rate()?, self.decode_seconds(sequences).filter(|seconds| *seconds > 0.0)?);
         let step = itl_max.map_or(decode * ITL_STEPS, |itl_max| itl_max.as_secs_f64());
@@ -100,20 +100,20 @@ impl Rates {
         Some(((step - other).max(other) / prefill.each) as usize)
     }
 
-    /// Returns the part of a full step's time that tokens of prompts lately got; 0 while there is no evidence.
+    /// Returns the part of a full step's time that prompt tokens have lately got; 0 while it is unknown.
     pub fn prompt_share(&self) -> f64 {
         self.prompt_share
     }
 
-    /// Records that a step with prompts continued `sequences`, and that it could compute `tokens` prompt tokens.
+    /// Records that a step with prompts continued `sequences` sequences, and that it could compute `tokens` prompt tokens.
     pub fn record_share(&mut self, tokens: usize, sequences: usize) {
         let Some(share) = self.share_of(tokens, sequences) else { return };
         let before = if self.prompt_share > 0.0 { self.prompt_share } else { share };
         self.prompt_share = before + SHARE_WEIGHT * (share - before);
     }
 
-    /// Returns the part of a step's time that `tokens` prompt tokens take, without the fixed time, if the step also continues `sequences`; 1 for a step
-    /// without these, as the router adds the fixed time itself.
+    /// Returns the part of a step's time that `tokens` prompt tokens take if the step also continues `sequences` sequences. The fixed time is not
+    /// part of it, except in steps without sequences, where the result is 1: the router adds the fixed time itself.
     fn share_of(&self, tokens: usize, sequences: usize) -> Option<f64> {
         if sequences == 0 {
             return Some(1.0);
@@ -123,18 +123,18 @@ impl Rates {
         Some(seconds / (seconds + prefill.fixed + decode))
     }
 
-    /// Returns the line for prompt tokens; if the latest steps were too short for one, the last one before.
+    /// Returns the line for prompt tokens. If the latest steps were too short to determine a line, returns the last line, scaled to these steps.
     fn latest_rate(&self) -> Option<Line> {
         self.prefill.rate().or_else(|| self.prefill.scaled())
     }
 
-    /// Returns the time that a step takes to continue so many sequences.
+    /// Returns the time in seconds that a step takes to continue `sequences` sequences.
     fn decode_seconds(&self, sequences: usize) -> Option<f64> {
         let seconds = self.decode.line().map(|line| line.seconds(sequences as f64)).or_else(|| self.decode.mean())?;
         Some(seconds.max(0.0))
     }
 
-    /// Returns the mean time of the latest steps that continue sequences, in milliseconds; 0 while there is no evidence.
+    /// Returns the mean time of the latest steps that continue sequences, in milliseconds; 0 while it is unknown.
     pub fn decode_step_ms(&self) -> f64 {
         self.decode.mean().map_or(0.0, |seconds| seconds.max(0.0) * 1e3)
     }
@@ -147,7 +147,7 @@ type Observation = (f64, f64);
 /// sequences.
 #[derive(Debug, Default)]
 struct Regression {
-    /// The latest steps of each length class, the oldest first. At most two wait until there is a third one.
+    /// The latest two steps of each length class, the older first. The next step of the class is compared with them.
     latest: [Vec<Observation>; LENGTH_CLASSES],
     /// The last line through steps of different lengths.
     last_line: Option<Line>,
@@ -168,8 +168,8 @@ struct Line {
 }
 
 impl Regression {
-    /// Adds the one of the latest three steps of similar length that has the median time per token. Returns false, and adds nothing, if there are
-    /// fewer than three. A single outlier, such as a stalled step or a device's first step, is never the median.
+    /// Takes the latest three steps of similar length, and adds the one with the median time per token to the sums. Returns false if there are fewer
+    /// than three. A single outlier, such as a stalled step or a device's first step, is never the median.
     fn record(&mut self, x: f64, y: f64, decay: f64) -> bool {
         let latest = &mut self.latest[(x.log2() as usize).min(LENGTH_CLASSES - 1)];
         latest.push((x, y));
@@ -195,16 +195,16 @@ impl Regression {
         (self.weight > 0.0).then(|| self.y / self.weight)
     }
 
-    /// Returns the line through the steps. If the steps are long but their lengths too similar for its slope, returns the last line, scaled
-    /// to the speed of the steps, or without one the line through the steps and the origin, which has no fixed time. Returns `None` without
-    /// enough evidence.
+    /// Returns the line through the steps. If the steps are long, but their lengths are too similar to determine a slope, returns the last line,
+    /// scaled to these steps, or, if there is none, the line through the steps and the origin, which has no fixed time. Returns `None` if there is
+    /// not enough evidence.
     fn rate(&self) -> Option<Line> {
         let is_long = || self.weight > 0.0 && self.x / self.weight >= LONG_STEP_TOKENS;
         self.line().or_else(|| is_long().then(|| self.scaled().unwrap_or_else(|| self.through_zero())))
     }
 
-    /// Returns the last line through steps of different lengths, with its fixed time and its slope multiplied by the factor with which it
-    /// fits the mean of the latest steps: a device that becomes slower needs longer for both.
+    /// Returns the last line through steps of different lengths, scaled by a factor so that it fits the mean of the latest steps. The factor applies
+    /// to the fixed time and to the slope, because a device that becomes slower takes longer for both.
     fn scaled(&self) -> Option<Line> {
         let last = self.last_line?;
         let factor = (self.y / self.weight) / last.seconds(self.x / self.weight);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn tiny_prompts_alone_give_no_prefill_rate() {
+    fn prefill_rate_is_unknown_after_tiny_prompts_only() {
         let mut rates = after(&vec![(1, 0); 1_000]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.prefill_fixed_ms()), (0.0, 0.0));
         // Once there is a rate, tiny prompts do not change it.
@@ -282,14 +282,14 @@ mod tests {
     }
 
     #[test]
-    fn short_steps_do_not_count_as_measurements_of_the_rate() {
+    fn short_steps_are_not_counted_as_measurements_of_the_rate() {
         let mut rates = after(&[(512, 0); 3]);
         assert_eq!(rates.prefill_measurements(), 1);
         (0..3_000).for_each(|at| step(&mut rates, 1 + at % 63, 0, 1.0));
         assert_eq!(rates.prefill_measurements(), 1);
         step(&mut rates, 512, 0, 1.0);
         assert_eq!(rates.prefill_measurements(), 2);
-        // If a step's budget is smaller than a long step, a full chunk counts as a long step.
+        // If the chunk budget is smaller than a long step, a full chunk is treated as a long step.
         let mut rates = Rates::default();
         let stats = StepStats { prefill_tokens: 16, decode_tokens: 0, duration: Duration::from_millis(5) };
         (0..3).for_each(|_| rates.record(&stats, 16, 16));
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_of_equal_length_give_the_rate_for_that_length() {
+    fn rate_of_steps_of_equal_length_includes_the_fixed_time() {
         let rates = after(&[(512, 0); 3]);
         assert!(is_near(rates.prefill_tokens_per_second(), 512.0 / seconds(512, 0), 0.001), "{rates:?}");
         assert_eq!(rates.prefill_fixed_ms(), 0.0);
@@ -312,16 +312,16 @@ mod tests {
         assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0, 0.02), "{rates:?}");
         assert!(is_near(rates.prefill_fixed_ms(), 4.0, 0.02), "{rates:?}");
         assert!(is_near(rates.decode_step_ms(), 8.0, 0.02), "{rates:?}");
-        // If all steps have both prompt tokens and decoding sequences, the time of neither kind can be determined.
+        // If all steps have prompt tokens and decoding sequences, neither the time of prompt tokens nor that of sequences can be determined.
         let rates = after(&steps[3..]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.decode_step_ms()), (0.0, 0.0));
     }
 
     #[test]
-    fn prompts_of_a_step_fit_the_time_that_answers_may_wait() {
+    fn prompt_tokens_of_a_step_follow_from_the_time_that_answers_may_wait() {
         let (answers, prompts) = (vec![(0, 20); 3], (0..50).map(|at| (1 + at * 97 % 512, 20)));
         let rates = after(&answers.into_iter().chain(prompts).collect::<Vec<_>>());
-        // A step takes 8 ms for 20 answers, and 4 ms for prompts of any length: 128 - 12 ms are left, 30 - 12 ms, or as long as both take.
+        // A step takes 8 ms for 20 answers, and a fixed time of 4 ms. Prompt tokens get the rest of 16 × 8 ms or of `itl_max`, but at least 12 ms.
         for (itl_max, tokens) in [(None, 2_320.0), (Some(30), 360.0), (Some(20), 240.0), (Some(1), 240.0)] {
             let found = rates.prompt_tokens(20, itl_max.map(Duration::from_millis)).expect("both times were measured");
             assert!(is_near(found as f64, tokens, 0.03), "{itl_max:?}: {found}");
@@ -342,7 +342,7 @@ mod tests {
     fn share_of_prompts_is_the_mean_of_the_latest_steps_with_prompts() {
         let mut rates = after(&[(0, 20), (0, 20), (0, 20), (200, 0), (400, 0), (500, 0), (200, 0), (400, 0), (500, 0)].repeat(3));
         assert_eq!(rates.prompt_share(), 0.0);
-        // Of 30 ms, 360 tokens take 18, answers 8 and the fixed time 4.
+        // Of a step of 30 ms, 360 prompt tokens take 18 ms, answers 8 ms and the fixed time 4 ms.
         (0..200).for_each(|_| rates.record_share(360, 20));
         assert!(is_near(rates.prompt_share(), 18.0 / 30.0, 0.02), "{}", rates.prompt_share());
         rates.record_share(512, 0);
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_stays_while_every_step_has_prompts_and_times_vary() {
+    fn limit_on_prompt_tokens_stays_while_every_step_has_prompts_and_times_vary() {
         let (mut rates, mut random) = (after(&[(0, 20); 9]), 1_u64);
         (0..9).for_each(|at| step(&mut rates, 400 + at % 3 * 50, 0, 1.0));
         for at in 0..3_000 {
@@ -365,8 +365,8 @@ mod tests {
     }
 
     #[test]
-    fn limit_and_measurements_continue_while_all_steps_are_short() {
-        // A slow device: 20 ms a token, and 60 ms for an answer.
+    fn limit_on_prompt_tokens_remains_and_full_steps_are_counted_while_all_steps_are_short() {
+        // A slow device takes 20 ms for a prompt token and 60 ms for a decoding sequence.
         let slow = |tokens: u32, sequences: u32| StepStats {
             prefill_tokens: tokens,
             decode_tokens: sequences,
@@ -385,9 +385,9 @@ mod tests {
     }
 
     #[test]
-    fn cached_documents_keep_the_fixed_time_apart_and_follow_a_slower_device() {
+    fn short_steps_for_cached_documents_keep_the_fixed_time_and_follow_a_slower_device() {
         let mut rates = after(&[(512, 0), (512, 0), (512, 0), (92, 0)].repeat(10));
-        // Each document is cached except for 92 tokens, whose steps take almost twice as long as their share of a long step.
+        // Each document is cached except for 92 tokens. With the fixed time, their step takes almost twice as long as 92 tokens of a long step.
         for _ in 0..1_000 {
             step(&mut rates, 92, 0, 1.0);
             assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0, 0.01), "{rates:?}");

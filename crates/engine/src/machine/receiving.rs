@@ -19,8 +19,8 @@ use std::{
 };
 use tandem_kv::{BlockId, PrefixCache, Ticket};
 
-/// This many tickets of ended reservations are remembered, so that a late write is not counted as a write with a guessed ticket. The number exceeds
-/// the number of transfers that can be in flight. The tickets take 16 KiB.
+/// This many tickets of ended reservations are kept, so that a late write is not counted as a write with a guessed ticket. There cannot be so many
+/// transfers in flight. The tickets take 16 KiB.
 const SPENT_MAX: usize = 1_024;
 
 /// The tickets of ended reservations, and the blocks of these reservations that are still being written.
@@ -69,7 +69,7 @@ pub(crate) struct EndedWrite {
 }
 
 impl Machine {
-    /// Returns the block into which another worker's content for `index` is to be written. The block counts as written from now on.
+    /// Returns the block into which another worker's content for `index` is to be written. The block is treated as written from now on.
     ///
     /// # Errors
     /// Returns [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
@@ -89,7 +89,7 @@ impl Machine {
         Ok(sequence.blocks[index as usize])
     }
 
-    /// Returns the blocks that another thread or device is to write while steps run. If one of the blocks is not missing, the whole write is refused.
+    /// Returns the blocks that another thread or device is to write while steps run. If one of the blocks is not missing, none may be written.
     /// Every write that was begun must be ended with [`Machine::end_write`].
     ///
     /// # Errors

@@ -11,10 +11,10 @@ pub(super) type Order = (JobId, u32);
 /// A prompt's priority within its account, its due value (`fair::due`) and its age. If several prompts of one priority have the same due value, the
 /// oldest is first.
 pub(super) type Due = (i32, u64, Order);
-/// Requests between which places and prompt tokens rotate by account: those that rank equally across accounts. The number is that rank.
+/// The requests of one account that rank equally across accounts: this rank, and the account. Flows of one rank take turns.
 pub(super) type Flow = (i32, Arc<str>);
 
-/// The request to which a sequence belongs, with all that decides about its place in the fair order.
+/// The request to which a sequence belongs: the properties that decide about the sequence's place in the fair order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     pub account: Arc<str>,
@@ -27,7 +27,7 @@ impl Owner {
         (self.priority.across, Arc::clone(&self.account))
     }
 
-    /// Returns whether this request is served before `other`, because its priority is better.
+    /// Returns whether this request outranks the request of `other`.
     pub fn outranks(&self, other: &Sequence) -> bool {
         self.priority.outranks(other.priority, *self.account == *other.account)
     }
@@ -81,7 +81,7 @@ pub(super) struct Sending {
     /// The indices in the prompt of the requested blocks that are not reported yet, in descending order, and the form in which the blocks
     /// are reported. `None` until the job requests blocks.
     pub wanted: Option<(Vec<u32>, BlockAccess)>,
-    /// Whether the event `Computed` was reported: the whole prefill is computed, and every requested block was reported.
+    /// Whether the event `Computed` was sent: all tokens of the prefill are computed, and every requested block was reported.
     pub all_reported: bool,
 }
 
@@ -159,7 +159,7 @@ impl Sequence {
         (self.priority.within, self.due, self.order)
     }
 
-    /// Returns whether this sequence is served before `other`, because its priority is better.
+    /// Returns whether the request of this sequence outranks the request of `other`.
     pub fn outranks(&self, other: &Self) -> bool {
         self.priority.outranks(other.priority, self.account == other.account)
     }
@@ -192,7 +192,8 @@ impl Sequence {
         matches!(self.role, Role::Sample(_)) && self.remaining() == 1
     }
 
-    /// Returns whether no step computes the sequence now, because its mask was late and is not ready yet. It keeps its place and its blocks.
+    /// Returns whether the sequence waits for its mask, which was late. Until the mask is ready, no step computes the sequence, which keeps its place
+    /// and its blocks.
     pub fn awaits_mask(&self) -> bool {
         matches!(&self.role, Role::Sample(sample) if sample.is_late && self.is_decoding() && !sample.sampler.is_ready())
     }
@@ -205,7 +206,7 @@ impl Sequence {
         }
     }
 
-    /// Returns whether steps of this engine still have to compute tokens of this sequence that are known.
+    /// Returns whether steps of this engine still have to compute the KV of known tokens of this sequence.
     pub fn computes_prompt(&self) -> bool {
         !self.is_remote() && !self.is_decoding()
     }

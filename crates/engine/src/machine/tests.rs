@@ -32,11 +32,11 @@ struct World {
     steps: usize,
     /// The job of each chunk of the last step, and the number of its tokens.
     chunks: Vec<(JobId, usize)>,
-    /// The duration of a step with so many prompt tokens and decoding sequences.
+    /// The duration of a step with these numbers of prompt tokens and decoding sequences.
     device: fn(u32, u32) -> Duration,
     /// The duration of the last step.
     took: Duration,
-    /// By how many the short steps exceed the others (`ShortSteps`).
+    /// The number of short steps minus the number of other steps (`ShortSteps`).
     short_steps: u32,
 }
 
@@ -245,7 +245,7 @@ fn events_of_a_job_come_in_order_and_end_with_finished() {
 }
 
 #[test]
-fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
+fn samples_share_the_blocks_of_the_prompt_and_equal_single_requests_with_their_seeds() {
     for len in [1, 16, 17, 40, 49] {
         let mut job = generate(prompt("three samples", len), 20);
         job.samples = 3;
@@ -265,7 +265,7 @@ fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
 }
 
 #[test]
-fn samples_beyond_the_batch_run_when_other_samples_have_finished() {
+fn samples_that_exceed_the_batch_limit_run_when_other_samples_have_finished() {
     let mut job = generate(prompt("seven samples", 40), 20);
     job.samples = 7;
     let mut world = World::new(64, EngineSettings { batch_max: 3, ..SETTINGS });
@@ -323,7 +323,7 @@ fn remote_prompt_generates_the_same_text_as_a_local_prompt() {
 }
 
 #[test]
-fn write_with_a_spent_ticket_is_refused_and_changes_no_block() {
+fn write_with_a_spent_ticket_is_refused_and_no_block_is_written() {
     let mut world = World::new(64, SETTINGS);
     let remote = Generate { kv: KvSource::Remote, ..generate(prompt("late", 50), 4) };
     world.machine.generate(0, remote, world.now).expect("the job fits in the cache");

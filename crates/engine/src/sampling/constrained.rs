@@ -110,7 +110,7 @@ impl Constrained {
         self.state.try_lock().is_some_and(|state| state.mask.is_some())
     }
 
-    /// Returns whether the current step cannot sample, or has not sampled, from the mask. The step's token must then be discarded.
+    /// Returns whether the mask was late for the current step, or is not ready yet. The step's token must then be discarded.
     pub fn take_late(&mut self) -> bool {
         std::mem::take(self.is_late.get_mut()) || !self.is_ready()
     }

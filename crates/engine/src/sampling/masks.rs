@@ -21,7 +21,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// A panic becomes an error of this sample. The matcher is not used again then.
+    /// Computes the mask. A panic becomes an error of this sample, and its matcher is not used again.
     fn compute(&mut self, mask: impl Fn(&mut Matcher) -> MaskResult) {
         let computed = catch_unwind(AssertUnwindSafe(|| mask(&mut self.matcher)));
         self.mask = Some(computed.unwrap_or(Err(MatchError::Failed)));
@@ -75,7 +75,7 @@ impl MaskThreads {
         Self(None)
     }
 
-    /// Requests the mask of a sample, which has none and is not in the queue.
+    /// Requests the mask of a sample. The sample must have no mask and must not be in the queue.
     pub(super) fn request(&self, account: &Arc<str>, state: &Arc<Mutex<State>>) {
         match &self.0 {
             Some(owner) => {
@@ -108,10 +108,12 @@ impl Queue {
     }
 }
 
-/// A queue in which accounts take turns: the next job is one of the account with the fewest running jobs and, of these, the least used time.
+/// A queue that is fair to accounts: the next job belongs to the account with the fewest running jobs; of several, to the one with the least used
+/// time.
 struct Turns<T> {
     accounts: BTreeMap<Arc<str>, Share<T>>,
-    /// The greatest used time with which a job has started. An account that returns after a pause is treated as if it had used this time.
+    /// The greatest used time of an account whose job was started. An account that has had no jobs for a while is treated as if it had used this
+    /// time.
     clock: Duration,
     is_closed: bool,
 }
@@ -140,7 +142,7 @@ impl<T> Turns<T> {
         let (account, job) = (Arc::clone(account), share.queued.pop_front()?);
         share.running += 1;
         self.clock = self.clock.max(share.used);
-        // The time that an idle account has used is forgotten when the others have used as much.
+        // The entry of an idle account is removed once the clock has reached its used time.
         self.accounts.retain(|_, share| !share.queued.is_empty() || share.running > 0 || share.used > self.clock);
         Some((account, job))
     }
@@ -176,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn accounts_get_equal_time_whatever_their_jobs_take() {
+    fn accounts_get_equal_mask_time_even_if_their_masks_take_different_times() {
         // With one job each, an account is idle between its jobs.
         for queued in [1, 64] {
             let used = served(&[("a", 1), ("b", 10), ("c", 5)], 1_300, queued);
@@ -186,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn account_that_returns_gets_no_credit_for_its_pause_and_waits_for_one_job_of_another() {
+    fn account_that_was_idle_gets_no_credit_and_waits_for_one_job_of_another() {
         let mut turns = Turns::default();
         let (busy, quiet): (Arc<str>, Arc<str>) = ("busy".into(), "quiet".into());
         (0..100).for_each(|_| turns.push(&busy, 10));
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn job_runs_while_those_of_other_accounts_run_and_an_idle_queue_keeps_no_account() {
+    fn jobs_of_different_accounts_run_concurrently_and_an_idle_queue_has_no_entries() {
         let mut turns = Turns::default();
         let (many, one): (Arc<str>, Arc<str>) = ("many".into(), "one".into());
         (0..3).for_each(|job| turns.push(&many, job));

@@ -27,8 +27,8 @@ impl SampleRequest<'_> {
     }
 
     /// Samples one of these tokens, which are in the order of their ids, as [`SampleRequest::on_host`] does from a row in which all other tokens are
-    /// too unlikely to be sampled at a temperature of at most 1. Returns `None` if the other tokens matter: for logprobs, penalties, biases and bans,
-    /// or at a higher temperature.
+    /// too unlikely to be sampled at a temperature of at most 1. Returns `None` if other tokens may be sampled or are needed: with logprobs,
+    /// penalties, biases or bans, or at a higher temperature.
     pub fn among(&self, candidates: &[(TokenId, f32)]) -> Option<SampledToken> {
         let Sampler { sampling, constrained, .. } = self.sampler;
         let is_plain = sampling.temperature <= 1.0

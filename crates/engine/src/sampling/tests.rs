@@ -108,7 +108,7 @@ fn non_finite_logits_do_not_prevent_sampling() {
 }
 
 #[test]
-fn nothing_is_sampled_from_nans_alone() {
+fn no_token_is_sampled_if_all_logits_are_nans() {
     for temperature in [0.0, 1.0] {
         assert_eq!(sampled(Sampling { temperature, ..Sampling::default() }, &[f32::NAN; 3], 1), [NO_TOKEN]);
     }
@@ -175,7 +175,7 @@ fn bad_word_is_never_completed() {
         tokens[1_000..],
         "a resumed sample includes the tokens that another worker has generated"
     );
-    // The prompt is not part of the text: its last token is 1, and the first generated token may be 1.
+    // Bad words apply to the generated text only: the prompt's last token is 1, and the first generated token may be 1, too.
     let firsts = sampled(Sampling { bad_words, ..Sampling::default() }, &logits, 100);
     assert!(firsts.contains(&1));
 }

@@ -26,8 +26,8 @@ impl PrefixCache {
         self.check(0..self.blocks.len())
     }
 
-    /// Checks all invariants of the next `count` blocks. For all other blocks, checks only the invariants that need no search and no hash, because
-    /// these take little time. Repeated calls check one group of blocks after the other and then begin again with the first.
+    /// Checks all invariants of the next `count` blocks. For all other blocks, checks only the cheap invariants, which need no search and no hash.
+    /// Repeated calls go through all blocks, `count` at a time, and then begin again with the first.
     ///
     /// # Errors
     /// Returns the first violation that is found.
@@ -102,7 +102,7 @@ mod tests {
     };
 
     #[test]
-    fn repeated_partial_checks_find_a_wrong_hash_in_any_block() {
+    fn repeated_partial_checks_of_invariants_find_a_wrong_hash_in_any_block() {
         for damaged in 0..6 {
             let mut cache = PrefixCache::new(SETTINGS);
             run_and_release(&mut cache, &[1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]);

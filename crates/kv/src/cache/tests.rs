@@ -239,7 +239,7 @@ fn equal_blocks_are_merged_and_stored_once() {
 }
 
 #[test]
-fn committing_an_equal_block_pins_the_unused_cached_block() {
+fn committing_a_block_equal_to_an_unused_cached_block_pins_the_cached_one() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
@@ -252,7 +252,7 @@ fn committing_an_equal_block_pins_the_unused_cached_block() {
 }
 
 #[test]
-fn block_committed_by_both_its_owners_is_stored_once() {
+fn block_committed_by_two_owners_is_stored_once() {
     let mut cache = PrefixCache::new(SETTINGS);
     let block = cache.allocate().unwrap();
     cache.pin(block);
@@ -333,7 +333,7 @@ fn child_of_a_private_block_is_private() {
 }
 
 #[test]
-fn disabled_cache_keeps_and_finds_no_blocks_and_reports_no_events() {
+fn disabled_cache_stores_and_finds_no_blocks_and_reports_no_events() {
     let mut cache = PrefixCache::new(CacheSettings { prefix_caching: false, ..SETTINGS });
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap().cached_blocks, 0);
@@ -391,7 +391,7 @@ fn clear_frees_an_unused_block_whose_child_is_in_use() {
 }
 
 #[test]
-fn successive_changes_are_merged_into_one_event() {
+fn successive_changes_of_one_kind_are_merged_into_one_event() {
     let mut cache = PrefixCache::new(CacheSettings { capacity_blocks: 3, ..SETTINGS });
     run_and_release(&mut cache, &[1, 1, 2, 2, 3, 3]);
     run_and_release(&mut cache, &[1, 1, 4, 4, 5, 5]);
@@ -417,7 +417,7 @@ fn stored_event_contains_only_one_chain() {
 }
 
 #[test]
-fn event_does_not_grow_after_its_id_was_returned() {
+fn changes_after_the_last_event_id_was_returned_are_a_new_event() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
     cache.commit(&namespace(), None, blocks[0], &[1, 1]);
@@ -486,7 +486,7 @@ fn pinning_a_free_block_panics() {
 }
 
 #[test]
-fn cache_without_blocks_is_always_full() {
+fn allocation_from_a_cache_of_zero_blocks_fails() {
     let mut cache = PrefixCache::new(CacheSettings { capacity_blocks: 0, ..SETTINGS });
     assert_eq!(cache.allocate(), Err(Full));
     assert_eq!(cache.acquire(&namespace(), &[1], wanted(0, 1)), Err(Full));

@@ -50,10 +50,10 @@ impl PromptMaker {
         Self { vocabulary: PromptVocabulary::Ids(vocabulary), seed, block_tokens }
     }
 
-    /// Returns the prompt of a row, which has exactly `input_length` tokens as the server counts them. What the row has no id for is text
-    /// of its own.
+    /// Returns the prompt of a row, which has exactly `input_length` tokens as the server counts them. Tokens
+    /// beyond the row's ids are text that no other row shares.
     pub(crate) fn prompt(&self, row: u64, blocks: &TraceBlocks) -> MadePrompt {
-        // The tokens that a server adds before a text count as the prompt's, so they are missing at its end.
+        // `input_length` includes the tokens that the server adds before a text, so the text is shorter by as many tokens.
         let lead = match &self.vocabulary {
             PromptVocabulary::Text(words) => words.lead,
             PromptVocabulary::Ids(_) => 0,
@@ -127,7 +127,7 @@ mod tests {
         let (one, other) = (of(0, &[1, 2, 3]), of(1, &[1, 2, 4]));
         assert_ne!(one, other);
         let shared = one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
-        // Both share 63 words after the leading token, and may share the beginning of the next one.
+        // The two prompts share 63 words after the leading token, and perhaps the beginning of the next word.
         let words = one[..shared].split_whitespace().count();
         assert!((63..70).contains(&words), "{words} words are shared");
         assert_eq!(of(0, &[1, 2]), of(8, &[1, 2]));
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_of_ids_follow_blocks_and_seeds() {
+    fn prompts_of_token_ids_are_determined_by_blocks_and_seed() {
         let of = |seed, row, length, ids: &[u64]| match PromptMaker::ids(1_000, seed, 16).prompt(row, &blocks(length, ids)) {
             MadePrompt::Ids(ids) => ids,
             MadePrompt::Text(text) => panic!("ids: {text}"),

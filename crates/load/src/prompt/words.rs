@@ -5,9 +5,9 @@ use std::error::Error;
 
 /// Frequent words of English. Most tokenizers have nearly all of them, with a space before them, as tokens.
 const WORDS: &str = include_str!("words.txt");
-/// For tokenizers without words, such as those whose tokens are bytes.
+/// The candidates for tokenizers without words, such as those whose tokens are bytes.
 const LETTERS: &str = "abcdefghijklmnopqrstuvwxyz";
-/// With fewer words, blocks with different ids could begin alike.
+/// The minimum number of words. With fewer, blocks with different ids could begin with the same text.
 const WORDS_MIN: usize = 16;
 /// The numbers of tokens of the texts with which words are checked.
 const CHECKED: [u64; 4] = [1, 100, 700, 3_000];
@@ -56,7 +56,7 @@ impl PromptWords {
         Err(WordsError::None)
     }
 
-    /// Returns those candidates that are one token each; `None` if they are too few, or are not additive.
+    /// Returns those candidates that are one token each; `None` if there are too few, or if their token counts do not add up.
     async fn among<C: CountTokens>(tokenizer: &C, candidates: Vec<String>, seed: u64) -> Result<Option<Self>, C::Error> {
         let text = candidates.concat();
         let (once, twice) = (tokenizer.count(&text).await?, tokenizer.count(&text.repeat(2)).await?);
@@ -114,7 +114,7 @@ pub(super) mod tests {
         /// A word is one token if it has at most four letters, else two.
         Words,
         Bytes,
-        /// Each run of the same number of bytes is one token, so that the number of tokens depends on where a text begins.
+        /// Every seven bytes are one token, so that the number of tokens depends on where a text begins.
         Runs,
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// Three significant digits: a percentile is at most 0.1% from the exact one, at any number of values.
 const DIGITS: u8 = 3;
-/// The longest time that is kept, in microseconds: a day. A longer one counts as this long.
+/// The longest time that is kept, in microseconds: a day. A longer one is recorded as this long.
 const LONGEST_US: u64 = 24 * 60 * 60 * 1_000_000;
 /// The percentiles of a curve.
 const CURVE: [f64; 22] = [
@@ -18,7 +18,7 @@ const CURVE: [f64; 22] = [
 #[derive(Clone, Debug)]
 pub(super) struct Distribution {
     histogram: Histogram<u64>,
-    /// The histogram would only have a rounded mean and maximum.
+    /// The exact sum, for the mean. The histogram has only rounded values.
     sum: Duration,
     max_us: u64,
 }
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn many_equal_times_count_as_often() {
+    fn adding_many_equal_times_at_once_equals_adding_each() {
         let (mut one, mut many) = (Distribution::default(), Distribution::default());
         (0..9).for_each(|_| one.add(Duration::from_millis(20)));
         one.add(Duration::from_millis(70));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn no_times_have_no_percentiles_and_extreme_times_are_kept() {
+    fn empty_distribution_has_no_percentiles_and_extreme_times_are_kept() {
         let mut distribution = Distribution::default();
         assert_eq!(distribution.summary(), None);
         distribution.add(Duration::ZERO);

@@ -44,7 +44,7 @@ pub struct Report {
     pub facts: Vec<Fact>,
     /// The time from the beginning of the run to the end of its last request.
     pub seconds: f64,
-    /// The number of requests.
+    /// The numbers of requests, by outcome.
     pub requests: Requests,
     /// The failures by class.
     pub errors: Vec<ErrorCount>,
@@ -58,11 +58,11 @@ pub struct Report {
     pub goodput: Option<Goodput>,
     /// The tokens of all complete answers.
     pub tokens: Tokens,
-    /// How much later than they should have been requests were sent.
+    /// How late requests were sent, compared with when they were due.
     pub late: Late,
     /// How evenly the load was spread; `None` if the workers are not known.
     pub balance: Option<Balance>,
-    /// What each worker did; empty if the workers are not known.
+    /// The share of each worker in the load; empty if the workers are not known.
     pub workers: Vec<WorkerShare>,
     /// The course of the run.
     pub timeline: Timeline,
@@ -119,11 +119,11 @@ pub struct Goodput {
     pub slo_itl_ms: Option<f64>,
     /// The maximum time to the end of the answer.
     pub slo_e2e_ms: Option<f64>,
-    /// The requests that met them.
+    /// The number of requests that met all of these levels.
     pub requests: u64,
-    /// The requests that met them, per second.
+    /// The number of these requests per second.
     pub per_second: f64,
-    /// Their share of the requests that were answered or failed.
+    /// The share of these requests in all that were answered or failed.
     pub share: f64,
 }
 
@@ -148,25 +148,25 @@ pub struct Tokens {
     pub prompt_with_cached: u64,
     /// The answers whose number of cached tokens is not known.
     pub answers_without_cached: u64,
-    /// The answers whose prompt has another number of tokens than it should have.
+    /// The number of answers whose prompt has another number of tokens than the trace specifies.
     pub other_prompt_length: u64,
-    /// The answers with another number of tokens than they should have.
+    /// The number of answers that have another number of tokens than the trace specifies.
     pub other_answer_length: u64,
 }
 
 impl Tokens {
-    /// Returns the cached tokens, however they are known.
+    /// Returns the number of all cached tokens: counted, estimated and unmarked.
     pub fn cached(&self) -> u64 {
         self.cached_counted + self.cached_estimated + self.cached_unmarked
     }
 
-    /// Returns the share of prompt tokens that were cached, of the prompts for which the number is known.
+    /// Returns the share of prompt tokens that were cached, over the prompts whose number of cached tokens is known.
     pub fn hit_rate(&self) -> Option<f64> {
         (self.prompt_with_cached > 0).then(|| self.cached() as f64 / self.prompt_with_cached as f64)
     }
 }
 
-/// How much later than they should have been requests were sent.
+/// How late requests were sent, compared with when they were due.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Late {
     /// The requests that were sent more than 10 ms late.
@@ -184,24 +184,24 @@ pub struct Balance {
     pub output_max_to_mean: Option<f64>,
 }
 
-/// What one worker did.
+/// One worker's share of the load.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct WorkerShare {
     /// The worker's name.
     pub name: String,
-    /// Whether it computes prompts.
+    /// Whether the worker computes prompts.
     pub prefills: bool,
-    /// Whether it generates.
+    /// Whether the worker generates answers.
     pub decodes: bool,
-    /// The prompts that it computed.
+    /// The number of prompts that the worker computed.
     pub prompts: u64,
-    /// Their tokens.
+    /// The tokens of these prompts, cached ones included.
     pub prompt_tokens: u64,
-    /// Their cached tokens.
+    /// The cached tokens of these prompts.
     pub cached_tokens: u64,
-    /// The answers that it generated.
+    /// The number of answers that the worker generated.
     pub answers: u64,
-    /// Their tokens.
+    /// The tokens of these answers.
     pub output_tokens: u64,
 }
 

@@ -91,7 +91,7 @@ pub enum FailureClass {
     ErrorEvent,
     /// The stream ended without its last event.
     CutStream,
-    /// The stream is not what the OpenAI API specifies.
+    /// The stream does not follow the OpenAI API.
     MalformedStream,
     /// The run was stopped before the answer was complete.
     Stopped,
@@ -133,7 +133,7 @@ impl RequestOutcome {
         self.result.is_ok().then(|| self.ended.saturating_sub(self.due))
     }
 
-    /// Returns by how much later than it should have been the request was sent.
+    /// Returns by how much the request was sent later than it was due.
     pub fn lateness(&self) -> Duration {
         self.sent.saturating_sub(self.due)
     }

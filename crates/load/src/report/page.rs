@@ -233,7 +233,7 @@ fn balance(reports: &[Report]) -> Vec<Chart> {
     charts.into_iter().flatten().collect()
 }
 
-/// Returns the lines of all reports. `lines` returns those of one report: whether each is dashed, and its points.
+/// Returns the chart lines of all reports. `lines` returns those of one report, each as whether it is dashed and its points.
 fn each(reports: &[Report], mut lines: impl FnMut(&Report) -> Vec<(bool, Vec<(f64, Option<f64>)>)>) -> Vec<Series> {
     let numbered = reports.iter().enumerate();
     let all = numbered.flat_map(|(index, report)| {

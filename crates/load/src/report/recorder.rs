@@ -8,12 +8,12 @@ use super::{
 };
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-/// A request that is sent later than this after its time counts as late.
+/// A request that is sent more than this time after it was due is reported as late.
 const LATE: Duration = Duration::from_millis(10);
 /// The maximum length of a failure's message that a report has, in characters.
 const MESSAGE_MAX: usize = 200;
 
-/// The service levels that a request must meet to count for the goodput.
+/// The service levels that a request must meet to count towards the goodput.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slo {
     /// The maximum time to first token.
@@ -50,8 +50,8 @@ impl Slo {
         *self != Self::default()
     }
 
-    /// Whether the answer meets all service levels that are set. An answer with fewer than two tokens meets that of the time between
-    /// tokens; one without a token does not meet that of the first token.
+    /// Whether the answer meets all service levels that are set. An answer with fewer than two tokens meets the level for the time
+    /// between tokens; one without a token does not meet the level for the time to first token.
     pub fn is_met(&self, outcome: &RequestOutcome) -> bool {
         let Ok(answer) = &outcome.result else { return false };
         let within = |time: Option<Duration>, max: Option<Duration>, without: bool| {
@@ -69,7 +69,7 @@ impl Recorder {
         Self { slo, ..Self::default() }
     }
 
-    /// Adds a worker that may compute prompts or generate, so that it counts for the balance even if it receives no request.
+    /// Adds a worker that may compute prompts or generate, so that it is part of the balance even if it receives no request.
     pub fn add_worker(&mut self, name: &str, roles: Roles) {
         let share = worker(&mut self.workers, &Arc::from(name));
         share.prefills |= roles.prefills;
@@ -168,12 +168,12 @@ impl Recorder {
     }
 }
 
-/// What a worker does.
+/// The roles of a worker: whether it computes prompts, and whether it generates answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Roles {
-    /// It computes prompts.
+    /// The worker computes prompts.
     pub prefills: bool,
-    /// It generates answers.
+    /// The worker generates answers.
     pub decodes: bool,
 }
 

@@ -62,7 +62,7 @@ fn report_has_the_figures_of_its_outcomes() {
 }
 
 #[test]
-fn late_start_counts_as_time_to_first_token() {
+fn late_start_is_part_of_the_time_to_first_token() {
     let report = report();
     let ttft = report.ttft.expect("tokens arrived");
     assert_eq!((ttft.count, ttft.max_ms, ttft.mean_ms), (3, 500.0, 700.0 / 3.0));
@@ -78,7 +78,7 @@ fn goodput_counts_answers_that_meet_all_service_levels() {
     };
     assert_eq!(goodput(Slo::default()), None);
     for (slo, expected) in [
-        // The late answer has a TTFT of 500 ms. Three requests failed and one was stopped, which does not count.
+        // The late answer has a TTFT of 500 ms. Three requests failed. One was stopped, and is not part of the share.
         (Slo { ttft: Some(ms(100)), ..Slo::default() }, 2),
         (Slo { ttft: Some(ms(99)), ..Slo::default() }, 0),
         (Slo { ttft: Some(ms(500)), itl: Some(ms(10)), e2e: Some(ms(530)) }, 3),

@@ -1,4 +1,4 @@
-//! What happened when: the course of a run, in at most [`BINS_MAX`] bins of equal length.
+//! The course of a run over time, in at most [`BINS_MAX`] bins of equal length.
 
 use super::outcome::RequestOutcome;
 use serde::Serialize;
@@ -19,7 +19,7 @@ pub struct Timeline {
     pub bins: Vec<Bin>,
 }
 
-/// What happened in one bin.
+/// The figures of one bin.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Bin {
     /// The requests that were due.
@@ -36,9 +36,9 @@ pub struct Bin {
     pub cached_tokens: u64,
     /// The requests that were due and have a time to first token.
     pub first_tokens: u64,
-    /// The sum of these times.
+    /// The sum of the times to first token of these requests.
     pub ttft_sum_ms: f64,
-    /// The longest of these times.
+    /// The longest time to first token of these requests.
     pub ttft_max_ms: f64,
 }
 

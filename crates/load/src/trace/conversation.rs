@@ -3,10 +3,10 @@
 use super::Problem;
 use serde_json::{Map, Value, json};
 
-/// A conversation. The answers that the trace has are not sent: each request has the answers that were received.
+/// A conversation. The recorded answers are not sent: each request repeats the answers that the server gave during the replay.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ConversationTrace {
-    /// What is sent, in order.
+    /// The requests of the conversation, in order.
     pub steps: Vec<ConversationStep>,
     /// The tools of all requests; `None` if the row has none.
     pub tools: Option<Value>,
@@ -15,9 +15,9 @@ pub struct ConversationTrace {
 /// One request of a conversation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ConversationStep {
-    /// The messages that follow the former answer.
+    /// The messages that follow the answer to the previous request.
     pub messages: Vec<Value>,
-    /// The answer that the trace has, whose length limits that of the real answer; `None` if it has none.
+    /// The recorded answer, whose length limits that of the server's answer; `None` if the trace has none.
     pub answer: Option<String>,
 }
 

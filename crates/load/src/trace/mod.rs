@@ -1,5 +1,5 @@
-//! Traces: files of requests. A trace is checked as a whole before its first request is sent, and is then read again, row by row, so that
-//! its size does not matter.
+//! Traces: files of requests. All rows of a trace are checked before the first request is sent. The file is then read again, row by
+//! row, so that it need not fit into memory.
 
 mod blocks;
 mod chat;
@@ -27,7 +27,7 @@ pub enum Format {
     Mooncake,
     /// Bodies of OpenAI chat requests.
     Chat,
-    /// Conversations of several steps, as vLLM's and SGLang's benchmarks read them. Each step is sent after the answer to the former one.
+    /// Conversations of several steps, as vLLM's and SGLang's benchmarks read them. Each step is sent after the answer to the previous one.
     Conversations,
 }
 
@@ -69,11 +69,11 @@ pub struct Row {
     pub index: u64,
     /// The time of the row, counted from that of the first row; `None` if the row has no time.
     pub at: Option<Duration>,
-    /// What is sent.
+    /// The request or requests of the row.
     pub load: Load,
 }
 
-/// What a row sends.
+/// The request or requests of a row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Load {
     /// A request with a prompt that is made of the row's blocks.
@@ -117,12 +117,12 @@ pub enum TraceError {
         path: PathBuf,
         /// The line in which the row is, or ends; counted from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The problem of the row.
         problem: Problem,
     },
 }
 
-/// What is wrong with a row.
+/// A problem of a row.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// The row is not valid JSON, or a field has the wrong type.
@@ -149,13 +149,13 @@ pub enum Problem {
     /// The time is not a number of milliseconds.
     #[error("`timestamp` must be a number of milliseconds that is not negative")]
     Time,
-    /// The row is earlier than the row before.
+    /// The row's time is earlier than that of the previous row.
     #[error("the row's `timestamp` is before that of the row before it; sort the rows by time")]
     Order,
     /// Only some rows have times.
     #[error("some rows have a `timestamp` and some have none")]
     Mixed,
-    /// There is nothing to be answered.
+    /// The row has no message that the model could answer.
     #[error("there is no message to answer")]
     Nothing,
 }
@@ -201,7 +201,7 @@ impl Trace {
         &self.path
     }
 
-    /// Returns how it is read.
+    /// Returns the settings with which the file is read.
     pub fn settings(&self) -> TraceSettings {
         self.settings
     }

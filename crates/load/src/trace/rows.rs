@@ -14,7 +14,7 @@ use std::{
     path::Path,
 };
 
-/// Takes a row, or returns what is wrong with it.
+/// Processes a row, or returns the problem of an invalid row.
 type EachRow<'a> = dyn FnMut(Value) -> Result<ControlFlow<()>, Problem> + 'a;
 
 /// Reads the rows of a file until `each` breaks. Empty lines are skipped.

@@ -45,7 +45,7 @@ fn mooncake_rows_have_times_from_the_first_one() {
 }
 
 #[test]
-fn limit_ends_the_trace_before_a_wrong_row() {
+fn row_limit_ends_reading_before_an_invalid_row() {
     let text = "{\"input_length\": 1, \"output_length\": 1, \"hash_ids\": [0]}\nnonsense\n";
     let limited = |limit| {
         open(text, TraceSettings { limit, ..TraceSettings::default() })
@@ -99,7 +99,7 @@ fn conversations_of_vllm_and_of_sharegpt_have_the_same_steps() {
 }
 
 #[test]
-fn format_can_be_named() {
+fn format_can_be_set_explicitly() {
     let text = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n";
     let format = Some(Format::Conversations);
     let (trace, rows) = open(text, TraceSettings { format, ..TraceSettings::default() }).expect("the trace is valid");
@@ -108,7 +108,7 @@ fn format_can_be_named() {
 }
 
 #[test]
-fn wrong_rows_are_refused_with_their_line() {
+fn invalid_rows_are_refused_with_their_line_number() {
     let good = r#"{"timestamp": 7, "input_length": 513, "output_length": 5, "hash_ids": [0, 7]}"#;
     let chat = r#"{"messages": [{"role": "user", "content": "a"}]}"#;
     for (text, expected) in [
@@ -155,7 +155,7 @@ fn wrong_rows_are_refused_with_their_line() {
 }
 
 #[test]
-fn reading_ends_when_the_reader_breaks() {
+fn reading_ends_when_the_callback_breaks() {
     for text in [
         "{\"messages\": [{}]}\n{\"messages\": [{}]}\n",
         "[{\"messages\": [{\"role\": \"user\"}]}, {\"messages\": [{\"role\": \"user\"}]}]",

@@ -88,7 +88,7 @@ pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, M
     })
 }
 
-/// Checks what is supported, and all sizes. Returns the number of KV heads and the width of a head.
+/// Checks all sizes, and that the model's features are supported. Returns the number of KV heads and the width of a head.
 fn heads(config: &RawConfig, family: &Family) -> Result<(usize, usize), ModelError> {
     if config.quantization_config.is_some() {
         return Err(wrong("quantization_config", "absent (quantised safetensors are not supported)"));

@@ -51,7 +51,7 @@ pub struct EtcdTls {
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
-/// The reason why etcd cannot be used at present.
+/// The reason why a call to etcd or a connection to it failed, or why the settings are invalid.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum EtcdError {

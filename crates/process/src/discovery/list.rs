@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn changes_of_a_member_file_are_detected_and_an_invalid_or_empty_file_changes_no_members() {
+    async fn changes_of_a_member_file_are_detected_and_an_invalid_or_empty_file_is_ignored() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\n");
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn member_file_that_is_being_written_changes_no_members() {
+    async fn member_file_is_ignored_while_it_is_being_written() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\nb:2\n");

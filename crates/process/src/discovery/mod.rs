@@ -48,8 +48,8 @@ pub enum DiscoveryError {
 }
 
 impl MemberSource {
-    /// Returns this source with the key of its cluster. Registrations in etcd then count only if they are signed with the key. Addresses from a list
-    /// or file need no signature.
+    /// Returns this source with the key of its cluster. Registrations in etcd are then accepted only if they are signed with the key. Addresses
+    /// from a list or file need no signature.
     pub fn with_key(self, key: ClusterKey) -> Self {
         match self {
             Self::Etcd(settings, roles) => Self::Etcd(EtcdSettings { key, ..settings }, roles),

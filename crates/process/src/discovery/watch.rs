@@ -2,8 +2,8 @@
 //!
 //! A connection first reads all keys, and then watches for changes after the revision of that read. So nothing depends on etcd's history:
 //! after a compaction, a restart or a change of the etcd server, all keys are read again. While etcd is unreachable, the last known members
-//! stay. An address that is not registered any more after a reconnection stays for the time of one lease. The reason is that etcd may have
-//! lost its data, although the processes still run. These register again within that time.
+//! stay. After a reconnection, an address that is not registered any more stays for the duration of one lease: etcd may have lost its data
+//! although the process still runs, and the process registers again within that time.
 
 use super::{
     ADDRESSES_MAX,

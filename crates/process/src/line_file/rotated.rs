@@ -49,14 +49,14 @@ impl Rotated {
 }
 
 impl Write for Rotated {
-    /// Writes lines that fit into the file; if none does, the next file begins with them.
+    /// Writes as many complete lines as fit into the file. If none fits, the file is rotated first.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let room = |written| usize::try_from(self.file_max.saturating_sub(written)).unwrap_or(usize::MAX).min(bytes.len());
         let last_line = |room: usize| bytes[..room].iter().rposition(|byte| *byte == b'\n').map(|end| end + 1);
         let mut fits = if room(self.written) == bytes.len() { Some(bytes.len()) } else { last_line(room(self.written)) };
         if fits.is_none() && self.ends_line && self.written > 0 {
             fits = last_line(room(0));
-            // After a failure, the next attempt is made when as much again has been written, because each attempt renames the old files.
+            // If the rotation fails, it is tried again only after another `file_max` bytes, because each attempt renames the old files.
             self.written = 0;
             if let Err(error) = self.rotate() {
                 tracing::error!(%error, "the {} cannot be renamed, so it grows; make its folder writable", self.name);

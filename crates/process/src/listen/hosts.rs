@@ -15,7 +15,7 @@ impl Hosts {
         Self(names.into_iter().filter(|name| !name.is_empty()).collect())
     }
 
-    /// Whether no names are accepted in addition.
+    /// Whether no names are accepted besides those that are always accepted.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -42,11 +42,11 @@ pub struct ConnectionLimits {
 pub struct ConnectionMetrics {
     /// The number of open connections.
     pub open: Gauge,
-    /// The number of connections refused by a limit.
+    /// The number of connections that were refused because of a limit.
     pub refused: Counter,
 }
 
-/// The permit for one open connection. Dropping it frees the connection's place in the limits.
+/// The permit for one open connection. Dropping it subtracts the connection from the numbers of open connections.
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
     pub(super) address: Option<PeerAddress>,
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_one_ipv6_network_count_together() {
+    fn addresses_of_one_ipv6_network_share_one_connection_limit() {
         let limits = limits(9, 1);
         let _first = from(&limits, "2001:db8::1").expect("the network has no open connection");
         assert!(from(&limits, "2001:db8::ffff:1").is_none(), "both addresses are in the same /64");

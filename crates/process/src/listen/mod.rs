@@ -1,8 +1,8 @@
 //! Accepts connections, limits their number, applies HTTP's timeouts, and detects clients that have disconnected.
 //!
-//! A process that drains closes its socket at once, so that another process may serve the port, and no connection on which a request may be
-//! under way: it serves the next request on each open connection, says `Connection: close` with its answer, and closes connections that stay
-//! idle.
+//! A process that drains closes its listening socket at once, so that another process may serve the port. It closes no connection on which a
+//! request may be under way: it serves the next request on each open connection, answers with `Connection: close`, and closes connections that
+//! stay idle.
 
 mod exchange;
 mod hosts;
@@ -52,11 +52,11 @@ const READ_BUFFER_BYTES: usize = 32 << 10;
 
 /// The maximum number of open connections to an admin port. Probes, scrapers and a few viewers of the dashboard need less.
 pub const ADMIN_CONNECTIONS_MAX: usize = 256;
-/// Maximum number of these connections from one address, so that no host keeps out the probes of others.
+/// The maximum number of connections to an admin port from one address, so that no host can keep out the probes of other hosts.
 pub const ADMIN_CONNECTIONS_OF_ADDRESS_MAX: usize = 64;
 
 /// Accepts connections until `drain` begins, then serves the open connections to the end of their last requests. Dropping the future closes
-/// all connections. `tls`: connections are encrypted. `unread_max`: a client that reads nothing of its response for this long is
+/// all connections. With `tls`, connections are encrypted. `unread_max`: a client that reads nothing of its response for this long is
 /// disconnected.
 pub async fn serve(
     listener: Listener,

@@ -1,5 +1,5 @@
 //! A connection's socket with HTTP's timeouts. A request's head and the pause between requests have separate timeouts. hyper's
-//! `header_read_timeout` would be the same for both.
+//! `header_read_timeout` would apply to the head and to the pause alike.
 //!
 //! A FIN means that the client has disconnected, as with most servers: a client that closes only its sending half gets no answer.
 
@@ -41,7 +41,7 @@ pub(super) struct Timed<S> {
     drain: Drain,
     /// Resolves when the process drains.
     draining: Pin<Box<WaitForCancellationFutureOwned>>,
-    /// The wait for which `clock` is set; `None`: `clock` is not set.
+    /// The wait whose timeout `clock` measures; `None` if `clock` is not set.
     armed: Option<Wait>,
     /// Whether bytes of the next request have arrived.
     head_began: bool,
@@ -76,7 +76,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         }
     }
 
-    /// Is ready once `time` has passed since this method was first called for this wait.
+    /// Returns ready once `time` has passed since the first call for this wait.
     fn poll_wait(&mut self, wait: Wait, time: Duration, cx: &mut Context<'_>) -> Poll<()> {
         if self.armed != Some(wait) {
             self.armed = Some(wait);
@@ -85,7 +85,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         self.clock.as_mut().poll(cx)
     }
 
-    /// Is ready when a connection on which no request is under way has to be closed.
+    /// Returns ready when the connection has to be closed because no request is under way on it.
     fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if self.drain.begun.is_cancelled() || self.draining.as_mut().poll(cx).is_ready() {
             // The client does not know that the process drains, and may just be sending a request.

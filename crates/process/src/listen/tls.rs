@@ -91,8 +91,8 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Returns the acceptor, and a future that follows changes of the files for ever. While the files cannot be used, the old
-    /// ones stay in use, and `outdated` is 1.
+    /// Returns the acceptor, and a future that reloads the files whenever they change and never ends. While the new files are unusable,
+    /// the old certificate stays in use, and `outdated` is 1.
     pub fn new(files: TlsFiles, outdated: Gauge) -> (Self, impl Future<Output = Infallible> + use<>) {
         let TlsFiles { mut certificate, mut key, config: first } = files;
         let tls = Self { config: Arc::new(RwLock::new(first)) };
@@ -116,7 +116,7 @@ impl Tls {
                         *current.write() = config;
                         outdated.set(0.0);
                     }
-                    // A new certificate and its key are written one after the other, so this may be so for a second.
+                    // A new certificate and its key are written one after the other, so for a second they may not match.
                     Err(error) => {
                         tracing::error!(error = error_chain(&error), "the last valid TLS certificate stays in use");
                         outdated.set(1.0);

@@ -40,7 +40,7 @@ enum ExportItem {
     Flush(oneshot::Sender<()>),
 }
 
-/// Queues ended spans without waiting; spans beyond its capacity are lost.
+/// A queue of ended spans, which never blocks; spans beyond its capacity are lost.
 #[derive(Clone, Debug)]
 pub(super) struct SpanQueue {
     items: mpsc::Sender<ExportItem>,

@@ -49,7 +49,7 @@ impl Server {
             format!("--listen-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-advertise-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-cluster=default=http://127.0.0.1:{peers}"),
-            // A cluster of one member needs no time for an election, so half of the default intervals are safe and the start is quicker.
+            // A cluster of one member needs no time for an election, so half of the default intervals are safe and make the start faster.
             "--heartbeat-interval=50".to_owned(),
             "--election-timeout=500".to_owned(),
         ];

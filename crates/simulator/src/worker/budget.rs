@@ -5,7 +5,7 @@ use super::SimulatedEngine;
 /// The least number of prompt tokens of a step, as in the engine.
 const PREFILL_TOKENS_MIN: u64 = 16;
 
-/// The longest step with prompts, in steps without, as in the engine.
+/// The longest step with prompts, as a multiple of a step without prompts, as in the engine.
 const ITL_STEPS: f64 = 16.0;
 
 /// The weight of the latest step in the mean share of prompts, as in the engine.
@@ -22,7 +22,7 @@ impl SimulatedEngine {
         within_itl.min(device.step_tokens.saturating_sub(decoding)).max(PREFILL_TOKENS_MIN)
     }
 
-    /// Returns the time in which the device continues so many sequences.
+    /// Returns the time of a step that only continues `decoding` sequences, in seconds.
     fn decode_seconds(&self, decoding: u64) -> f64 {
         (self.device.decode_step + self.device.decode_sequence * decoding as u32).as_secs_f64()
     }

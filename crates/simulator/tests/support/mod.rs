@@ -26,9 +26,9 @@ pub struct Figures {
     pub end_mean_s: f64,
     /// The number of preempted sequences.
     pub preemptions: u64,
-    /// The computed prompt tokens of the busiest worker, divided by the mean.
+    /// The highest number of computed prompt tokens of a worker, divided by the mean over all workers.
     pub computed_max: f64,
-    /// The prompts of the worker with the most prompts, divided by the mean.
+    /// The highest number of prompts of a worker, divided by the mean over all workers.
     pub prompts_max: f64,
 }
 

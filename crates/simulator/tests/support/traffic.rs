@@ -20,7 +20,7 @@ const ADDED_BLOCKS: f64 = 4.0;
 const ANSWER_TOKENS: f64 = 230.0;
 /// The standard deviation of the logarithms of these three numbers.
 const SPREAD: f64 = 0.9;
-/// The most blocks of a prompt.
+/// The maximum number of blocks of a prompt.
 const BLOCKS_MAX: usize = 200;
 
 impl Lcg {

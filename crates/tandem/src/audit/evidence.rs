@@ -21,7 +21,7 @@ pub struct Evidence {
     pub metrics: MetricSamples,
     /// The workers that were killed, so that their last counters and ledger lines are lost.
     pub lost_workers: BTreeSet<String>,
-    /// True if a frontend was killed, so that its counters are missing in the sums.
+    /// Whether a frontend was killed, so that its counters are missing in the sums.
     pub lost_frontend: bool,
 }
 

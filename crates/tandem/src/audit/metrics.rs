@@ -27,8 +27,8 @@ impl MetricSamples {
         self.0.iter().filter(wanted).fold(0.0, |sum, (_, _, value)| sum + value)
     }
 
-    /// Returns the values of the metric family `name`, by the value of its label `label`. The values of all runs of a worker are added, both of its
-    /// capacity and of its blocks.
+    /// Returns the values of the metric family `name`, by the value of its label `label`. The values of several runs of a
+    /// worker are added up, so its capacity and its blocks remain comparable.
     pub(super) fn values(&self, name: &str, label: &str) -> BTreeMap<String, f64> {
         let mut values = BTreeMap::new();
         for (_, labels, value) in self.0.iter().filter(|(of, _, _)| of == name) {

@@ -111,7 +111,7 @@ struct Attempt {
     /// The worker, prompt tokens and cached tokens of each `scheduled` line. More than one such line is a finding.
     counted: Vec<(String, u32, u32)>,
     won: bool,
-    /// True if the ledger has an outcome. When no request runs, an outcome is missing only if the decode worker was killed.
+    /// Whether the ledger has the attempt's outcome. When no request runs, an outcome is missing only if the decode worker was killed.
     ended: bool,
 }
 
@@ -121,7 +121,7 @@ struct Winner<'a> {
     /// The token counts of the winning attempt. If a killed worker makes it uncertain which attempt won, the list has the counts of all attempts that
     /// may have won.
     counts: Vec<Count<'a>>,
-    /// True if one of the counts is lost because the worker that had recorded it was killed.
+    /// Whether a count is lost because the worker that had recorded it was killed.
     unknown: bool,
 }
 
@@ -281,7 +281,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Raises the upper bounds by the answers to one request. No client received these answers, but the frontend may have finished them.
+    /// Raises the upper bounds by the answers to one request, which its client has not received, but which the frontend may have finished.
     fn add_possible(&mut self, winners: &[Winner<'_>]) {
         for winner in winners {
             self.prompts.max += 1.0;

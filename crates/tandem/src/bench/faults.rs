@@ -39,7 +39,7 @@ struct SlowArg {
 }
 
 impl FaultArgs {
-    /// Whether there are any.
+    /// Whether any worker is lost or slow.
     pub fn is_set(&self) -> bool {
         !self.lose.is_empty() || self.lose_every.is_some() || !self.slow.is_empty()
     }
@@ -47,7 +47,7 @@ impl FaultArgs {
     /// Returns the cluster with these faults.
     ///
     /// # Errors
-    /// They name a worker that the cluster does not have.
+    /// A fault names a worker that the cluster does not have.
     pub fn apply(&self, mut cluster: SimulatedCluster) -> Result<SimulatedCluster> {
         let names: Vec<String> = cluster.worker_names().collect();
         let number = |flag: &str, name: &str| {
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn losses_have_a_worker_a_time_and_perhaps_a_duration() {
+    fn losses_are_parsed_with_worker_time_and_optional_duration() {
         let loss = |worker: &str, at, lasts: Option<u64>| LossArg {
             worker: worker.to_owned(),
             at: Duration::from_secs(at),

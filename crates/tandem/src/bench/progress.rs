@@ -4,7 +4,7 @@ use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
 use tandem_load::ReplayProgress;
 
-/// A bar until it is dropped.
+/// A progress bar, which is shown until it is dropped.
 pub(super) struct Bar(ProgressBar);
 
 impl Bar {

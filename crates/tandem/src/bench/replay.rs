@@ -213,7 +213,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     Ok(())
 }
 
-/// Replays the trace. The first signal ends the run with a report of what there is, the second one without.
+/// Replays the trace. The first signal ends the run with a report of the results so far, the second one without a report.
 async fn replay(trace: &Trace, settings: Settings) -> Result<Report> {
     let mut signals = Signals::new().context("the process cannot receive signals")?;
     let stop = CancellationToken::new();

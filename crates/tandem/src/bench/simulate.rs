@@ -212,7 +212,7 @@ fn compare<'a>(
     Ok(reports)
 }
 
-/// Returns the numbers of lost workers and of what was placed again.
+/// Returns the numbers of lost workers, resumed answers and retried prompts as text.
 fn counts(report: &Report) -> String {
     let counts = report.facts.iter().filter(|fact| tandem_simulator::FAULT_FACTS.contains(&&*fact.name));
     counts.map(|fact| format!("{} {}", fact.value, fact.name)).collect::<Vec<_>>().join(", ")

@@ -12,10 +12,10 @@ use std::{
 };
 use tokio::{sync::mpsc, time::Instant};
 
-/// The number of pieces that are buffered. The reading thread waits when the terminal is slower.
+/// The number of deltas that are buffered. When the buffer is full, the reading thread waits for the terminal.
 const PIECES_MAX: usize = 64;
 
-/// A piece of an answer.
+/// A delta of an answer, or its usage.
 #[derive(Debug, PartialEq)]
 pub(super) enum ChatPiece {
     Reasoning(String),
@@ -23,7 +23,7 @@ pub(super) enum ChatPiece {
     Usage(AnswerCounts),
 }
 
-/// The counts of an answer; `None`: the server does not report it.
+/// The token counts of an answer; `None` for each count that the server does not report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct AnswerCounts {
     prompt: Option<u64>,
@@ -31,7 +31,7 @@ pub(super) struct AnswerCounts {
     completion: Option<u64>,
 }
 
-/// The pieces of an answer, as they arrive. Dropping this value disconnects from the server when its next event arrives.
+/// The deltas of an answer, as they arrive. Dropping this value closes the connection when the server's next event arrives.
 pub(super) struct Answers(mpsc::Receiver<Result<ChatPiece>>);
 
 impl Answers {
@@ -49,13 +49,13 @@ impl Answers {
         Self(receiver)
     }
 
-    /// Returns the next piece; `None` at the end of the answer. Cancel-safe.
+    /// Returns the next delta; `None` at the end of the answer. Cancel-safe.
     pub(super) async fn next(&mut self) -> Option<Result<ChatPiece>> {
         self.0.recv().await
     }
 }
 
-/// Sends a request, and passes the pieces of its answer to `take` until it returns false.
+/// Sends a request, and passes the deltas of its answer to `take` until `take` returns false.
 fn read(server: &HttpServer, key_env: &str, body: &str, mut take: impl FnMut(ChatPiece) -> bool) -> Result<()> {
     let mut reply = server.stream("/v1/chat/completions", body).map_err(|error| server.no_reply(error, WANTED))?;
     let status = reply.status().as_u16();
@@ -82,7 +82,7 @@ fn read(server: &HttpServer, key_env: &str, body: &str, mut take: impl FnMut(Cha
     if is_complete { Ok(()) } else { Err(anyhow!("the server closed the connection before the answer's end")) }
 }
 
-/// What a line of the stream means.
+/// The content of a line of the stream.
 #[derive(Debug, PartialEq)]
 enum ChatEvent {
     Pieces(Vec<ChatPiece>),
@@ -92,7 +92,7 @@ enum ChatEvent {
     Done,
 }
 
-/// Parses a line. Comments, names of events and empty lines have no pieces.
+/// Parses a line of the stream. Comments, names of events and empty lines have no deltas.
 fn event(line: &str) -> Result<ChatEvent> {
     let Some(data) = line.strip_prefix("data:").map(str::trim) else { return Ok(ChatEvent::Pieces(Vec::new())) };
     if data == "[DONE]" {

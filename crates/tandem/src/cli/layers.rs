@@ -14,7 +14,7 @@ use std::{
 
 impl Cli {
     /// Reads the command line, the environment and the configuration file that `--config` names. `otel_endpoint` is the value of
-    /// OTEL_EXPORTER_OTLP_ENDPOINT, the standard variable for the address of a collector of traces. An empty variable is as good as none.
+    /// OTEL_EXPORTER_OTLP_ENDPOINT, the standard variable for the address of a collector of traces. An empty variable is treated as unset.
     ///
     /// # Errors
     /// A flag, a variable or a key of the file is unknown or has a wrong value, or settings exclude each other.

@@ -1,5 +1,5 @@
-//! Rules that concern several settings. clap would check such rules for flags and variables only, because it considers values of the file
-//! defaults.
+//! Rules that concern several settings. clap would check such rules for flags and variables only, because for clap, values from the file
+//! are defaults.
 
 use crate::settings::{EngineKind, KvConnector};
 use clap::{ArgMatches, ValueEnum};

@@ -314,7 +314,7 @@ fn several_servers_are_listed_with_commas_or_one_flag_each() {
 }
 
 #[test]
-fn llama_cpp_serves_accounts_without_caches_of_their_own() {
+fn llama_cpp_serves_accounts_if_the_prefix_cache_is_off_or_shared() {
     let args = "--engine llama-cpp --engine-url http://e:1 --account-header x-a --trusted-proxies 10.0.0.1";
     for more in ["--no-prefix-caching", "--cache-isolation shared"] {
         let args: Vec<&str> = args.split(' ').chain(more.split(' ')).collect();
@@ -358,7 +358,7 @@ fn registered_address_is_reachable_for_other_processes() {
 }
 
 #[test]
-fn further_models_have_ids_and_printed_ones_can_be_read_back() {
+fn further_models_are_parsed_with_their_ids_and_round_trip_through_printed_settings() {
     let frontend = |args: &[&str]| match command(&[&["frontend"], args].concat()) {
         Ok(Command::Frontend(frontend)) => Ok(frontend),
         other => Err(format!("{other:?}")),

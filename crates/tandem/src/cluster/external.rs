@@ -41,7 +41,7 @@ use tokio::{
 };
 use tonic::{Request, Response, Status, service::Routes, transport::Uri};
 
-/// The shortest and the longest pause between attempts to connect to a server that could not be used.
+/// The shortest and the longest pause between failed attempts to connect to a server.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// An instance that ends sooner than this after its start is followed by a pause. Otherwise an engine that keeps failing would make routers add and
@@ -74,13 +74,13 @@ pub(super) struct ExternalWorker {
     pub(super) announced: Option<Announced>,
 }
 
-/// What the frontend has announced of a server's model. A server that returns with another model must not compute under its name.
+/// What the frontend has announced of a server's model. A restarted server with another model must not serve requests for the announced one.
 pub(super) struct Announced {
     /// The server's model at the start.
     pub(super) model: ModelDescription,
     /// Whether --served-model-name sets the model's name. If so, the restarted server may serve another model under that name.
     pub(super) name_is_declared: bool,
-    /// The context length in the list of models.
+    /// The context length that the frontend lists, in tokens.
     pub(super) context_length: u32,
 }
 
@@ -173,7 +173,7 @@ fn is_loopback(url: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || host.parse().is_ok_and(|address: net::IpAddr| address.is_loopback())
 }
 
-/// Returns the pause after an instance that has ended.
+/// Returns the pause after an instance that has ended, before the next one starts.
 fn pause_after(lived: Duration, backoff: &mut Backoff) -> Duration {
     if lived < SETTLED {
         return backoff.next_delay();
@@ -183,7 +183,7 @@ fn pause_after(lived: Duration, backoff: &mut Backoff) -> Duration {
 }
 
 impl Announced {
-    /// Returns what forbids this model of a server that has returned; `None` if the server can serve what was announced.
+    /// Returns why a restarted server with this model must not be used; `None` if it can serve what was announced.
     fn difference(&self, now: &ModelDescription) -> Option<String> {
         let named = |model: &ModelDescription| {
             format!("{} (loaded from {})", model.id, model.root.as_deref().unwrap_or("an unknown place"))
@@ -227,9 +227,9 @@ impl ExternalWorker {
         }
     }
 
-    /// Waits for the pause and until the server answers, and connects to it. An error at the first connection ends the worker, so that the operator sees
-    /// that the settings are wrong or that the server is of another kind. Errors of later connections are retried, and so is a server that does not
-    /// serve what was announced.
+    /// Waits for the pause and until the server answers, and connects to it. An error at the first connection ends the worker, so that the operator
+    /// sees that the settings are wrong or that the server is of another kind. Later connections are retried after errors, and while the server does
+    /// not serve what was announced.
     async fn connect(
         &self,
         pause: Duration,
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn model_of_a_returned_server_must_be_the_announced_one_with_at_least_its_context() {
+    fn restarted_server_must_have_the_announced_model_with_at_least_its_context() {
         let model = |id: &str, root: &str, context_length| ModelDescription {
             id: id.to_owned(),
             root: Some(root.to_owned()),

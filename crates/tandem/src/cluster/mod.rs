@@ -42,7 +42,7 @@ pub trait ServedProcess {
     fn introduction(&self) -> String;
     /// Resolves when a part has failed, so that the process can no longer serve. This method is cancel-safe.
     fn failed(&mut self) -> impl Future<Output = StartError>;
-    /// Makes the readiness check fail, so that load balancers send new work elsewhere. The work that still arrives is done.
+    /// Makes the readiness check fail, so that load balancers send new work elsewhere. Work that still arrives is accepted.
     fn announce_drain(&self);
     /// Refuses new work, lets running work finish for `grace`, then stops everything.
     fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
@@ -223,7 +223,7 @@ impl ServedProcess for Cluster {
         let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
-        // With keys, no key gives access to the page on this port.
+        // If clients need API keys, the page is not listed, because no API key gives access to it on this port.
         places.extend((!self.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
         let body = format!(

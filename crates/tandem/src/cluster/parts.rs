@@ -26,8 +26,8 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
 
-/// Time limit of the wait for a first token. Clients and their proxies stop waiting within this time. A prefilled prompt waits for as long for a place
-/// on its decode worker, because another prefill would not make one free.
+/// Time limit of the wait for a first token. Clients and their proxies stop waiting within this time. A prefilled prompt waits equally long for a
+/// slot on its decode worker, because another prefill would not free one.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
 /// The pause between attempts to read the worker's own description, which is available once its engine runs.
@@ -44,7 +44,7 @@ pub(super) struct ClusterParts {
     tls: Option<ClusterTls>,
     block_size: u32,
     ledger: Ledger,
-    /// The files that clients' requests concern, until the frontend takes them.
+    /// The frontend's TLS certificate, API keys and audit log, until the frontend takes them.
     access: AccessFiles,
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
@@ -56,7 +56,7 @@ pub(super) struct ClusterParts {
     upkeep: JoinSet<()>,
 }
 
-/// The opened files that clients' requests concern.
+/// The opened files of a frontend: TLS certificate, API keys and audit log.
 #[derive(Default)]
 struct AccessFiles {
     tls: Option<TlsFiles>,
@@ -64,7 +64,7 @@ struct AccessFiles {
     audit_log: Option<LineFile>,
 }
 
-/// Reports on drop that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
+/// Reports when it is dropped that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
 struct PartReport {
     part: String,
     error: Option<Box<dyn std::error::Error + Send + Sync>>,

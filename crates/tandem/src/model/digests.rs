@@ -99,7 +99,7 @@ mod tests {
     use std::time::{Duration, SystemTime};
 
     #[test]
-    fn hash_is_remembered_until_the_file_changes() {
+    fn hash_is_cached_until_the_file_changes() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("a.gguf");
         fs::write(&file, "one").expect("the folder is writable");

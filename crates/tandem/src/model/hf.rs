@@ -114,7 +114,7 @@ impl<'a> Hub<'a> {
         ModelStoreError::Hub { model: self.source.clone(), source: Box::new(error) }
     }
 
-    /// Requests a path of the hub, from this byte on. Fails if the status is none of success.
+    /// Requests a path of the hub, from this byte on. Fails unless the status is one of success.
     fn get(&self, path: &str, from: u64) -> Result<Response<Body>, ureq::Error> {
         let mut request = with_key(self.agent.get(format!("{}/{path}", self.endpoint)), self.token.as_deref());
         if from > 0 {
@@ -177,7 +177,7 @@ impl Commit<'_> {
                 None if progress.position() >= size => break,
                 Some(error) if retries_left == 0 => return Err(self.hub.failed(error)),
                 Some(_) => std::thread::sleep(PAUSE),
-                // The connection ended early, but in order.
+                // The connection was closed early, but without an error.
                 None => {}
             }
         }
@@ -185,8 +185,8 @@ impl Commit<'_> {
         file.sync_all().map_err(ModelStoreError::io(to))
     }
 
-    /// Downloads what the file at `path` lacks, but no more than its size. Returns the error that interrupted this; `None` if the server has
-    /// ended its answer. The position of `progress` is the file's length.
+    /// Downloads the rest of the file at `path`, but no more than `size` bytes in total. Returns the error that interrupted the download; `None`
+    /// if the server has ended its answer. The position of `progress` is the file's length.
     fn append(
         &self,
         name: &str,
@@ -200,7 +200,7 @@ impl Commit<'_> {
             Err(error) => return Ok(Some(error)),
         };
         if answer.status() != 206 {
-            // The answer has the whole file.
+            // The server has ignored the requested range, so the answer begins with the first byte.
             file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).map_err(ModelStoreError::io(path))?;
             progress.set_position(0);
         }

@@ -101,7 +101,7 @@ fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), M
         let status = loop {
             match child.try_wait() {
                 Ok(None) => {
-                    // While pip copies a file, the file's bytes count twice, so the sum may exceed the total.
+                    // While pip copies a file, the file's bytes are counted twice, so the sum may exceed the total.
                     progress.set_position(bytes_under(partial).min(progress.length().unwrap_or(u64::MAX)));
                     std::thread::sleep(POLL);
                 }

@@ -301,8 +301,8 @@ fn check(path: &Path) -> Result<(), ModelStoreError> {
     if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelStoreError::NotGguf(path.to_owned())) }
 }
 
-/// Returns the paths below `dir`, in order, of all `.gguf` files and of all model directories. A directory counts if it has all files that
-/// `contents` requires. Unfinished downloads are omitted.
+/// Returns the paths below `dir`, in order, of all `.gguf` files and of all model directories. A directory is included if it has all files
+/// that `contents` requires. Unfinished downloads are omitted.
 fn complete_under(dir: &Path, contents: ModelContents) -> Result<Vec<PathBuf>, ModelStoreError> {
     let is_model = match contents {
         ModelContents::All => HfDirectory::is_at,

@@ -119,13 +119,13 @@ impl ExternalArgs {
 pub(crate) struct EngineLimits {
     /// The number of tokens in a block of the cluster.
     pub(crate) block_size: u32,
-    /// The most sequences that run on the server at a time.
+    /// The maximum number of sequences that run on the server at a time.
     pub(crate) running_max: u32,
-    /// The most sequences that may wait for a place on the server.
+    /// The maximum number of sequences that may wait for a slot on the server.
     pub(crate) waiting_max: u32,
     /// Whether prompts reuse the KV of earlier ones. A vLLM server decides that itself.
     pub(crate) prefix_caching: bool,
-    /// The time after which a server that answers no health check and makes no progress counts as hung.
+    /// After this time without an answer to a health check and without progress, the server is treated as hung.
     pub(crate) silence_max: Duration,
 }
 

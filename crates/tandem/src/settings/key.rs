@@ -63,9 +63,9 @@ impl KeyArgs {
         ClusterKey::new(without_newline(&content)).map_err(|error| unusable(error.into()))
     }
 
-    /// Returns the key of a cluster in front of external engines, which run on when the cluster ends. The names under which they cache
-    /// prompts depend on the key. Without a set file it is therefore kept in the user's state folder, so that the next start has the same
-    /// one. If it cannot be kept, it is random, and a warning says what is lost.
+    /// Returns the key of a cluster in front of external engines. They keep running when the cluster ends, and the salts under which they cache
+    /// prompts depend on the key. If no key file is set, the key is therefore stored in the user's state folder, so that the next start uses
+    /// the same one. If it cannot be stored, it is random, and a warning says what is lost.
     ///
     /// # Errors
     /// A file is set, and it is missing, too short or too long.
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn kept_key_is_created_once_for_its_owner_only() {
+    fn stored_cluster_key_is_created_once_and_readable_by_its_owner_only() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let state = folder.path().join("state/tandem");
         let kept = || kept_key(&state).expect("the folder is writable").fingerprint().to_owned();
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn key_that_cannot_be_kept_or_read_is_an_error_that_names_its_file() {
+    fn cluster_key_that_cannot_be_stored_or_read_is_an_error_that_names_its_file() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("file");
         fs::write(&file, "").expect("the folder is writable");

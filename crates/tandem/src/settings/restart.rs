@@ -25,7 +25,7 @@ pub struct RestartArgs {
 }
 
 impl RestartArgs {
-    /// Returns the settings of a frontend that ends together with its router and workers: nothing could serve a late request.
+    /// Returns the settings of a frontend that ends together with its router and workers, so that no process could serve a late request.
     pub fn of_one_process() -> Self {
         Self { router_wait: 2, drain_idle: 0, reuse_port: false }
     }

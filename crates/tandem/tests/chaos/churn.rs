@@ -18,7 +18,7 @@ use tokio::{task::JoinSet, time::Instant};
 
 /// The number of different requests. Each is sent many times, so that its prompt is in the cache after the first time.
 const DISTINCT: usize = 100;
-/// The workers that are killed in turn. `p0` and `d0` keep running, so that their memory can be measured.
+/// The workers that are killed one after another. `p0` and `d0` keep running, so that their memory can be measured.
 const VICTIMS: [&str; 4] = ["d1", "p1", "d2", "p2"];
 
 struct Scale {

@@ -334,7 +334,7 @@ impl Rig {
             findings.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
         }
         let unverified = unverified.unwrap_or_default();
-        // An error in a log is a finding, too: a process must not log the fault of another process as an error.
+        // Errors in logs are findings, too, because a process must not log the fault of another process as an error.
         findings.extend(self.members.keys().flat_map(|name| self.errors(name)));
         AuditResult { findings, unverified, leaked_blocks }
     }

@@ -38,7 +38,7 @@ pub struct Row {
     pub recovery: Duration,
     /// The time from the end of the fault until all processes were connected again.
     pub reconnected: Duration,
-    /// True if the fault affected a request or a process.
+    /// Whether the fault affected a request or a process.
     pub had_effect: bool,
 }
 

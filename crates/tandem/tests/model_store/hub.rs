@@ -226,7 +226,7 @@ fn interrupted_download_is_resumed_where_it_stopped() {
 }
 
 #[test]
-fn headers_of_a_hostile_hub_choose_no_path() {
+fn headers_of_a_hostile_hub_do_not_determine_any_path() {
     let victim = tempfile::tempdir().expect("the system can create a temporary folder");
     let existing = victim.path().join("existing");
     fs::write(&existing, "mine").expect("the folder is writable");

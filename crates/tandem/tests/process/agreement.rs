@@ -14,16 +14,16 @@ const PACE: f64 = 1.5;
 /// The simulated devices of the processes, and the requests that are sent to them, are this many times as fast as those of the simulation. So a run takes
 /// two minutes, and a machine with two cores serves it.
 const SPEEDUP: f64 = 4.0;
-/// The KV memory of a worker, the tokens of its blocks, which are those of the trace, and the prompt tokens of a step.
+/// The tokens that fit into a worker's KV memory, the tokens of a block, as in the trace, and the maximum number of prompt tokens in a step.
 const KV_TOKENS: &str = "524288";
 const BLOCK_TOKENS: &str = "512";
 const STEP_TOKENS: &str = "512";
-/// The processes run this often, and the cluster is simulated with this many seeds of the tie-break. The mean of each figure counts, because the figures
-/// of single runs differ.
+/// The processes run this often, and the cluster is simulated with this many seeds of the tie-break. The means of the figures are compared, because
+/// those of single runs differ.
 const RUNS: usize = 4;
 const SEEDS: usize = 16;
 
-/// Differences from the processes' figures, as fractions of them, that the simulation may have.
+/// The maximum differences of the simulation's figures from those of the processes, as fractions of the latter.
 const HIT_RATE_TOLERANCE: f64 = 0.05;
 const TTFT_TOLERANCE: f64 = 0.15;
 

@@ -55,7 +55,7 @@ fn replay_prints_the_report_and_writes_json_and_a_page() {
 }
 
 #[test]
-fn interrupted_replay_prints_what_there_is() {
+fn interrupted_replay_prints_the_results_so_far() {
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "100"], Stdio::inherit());
     let (_folder, trace) = trace(&(row(0, "1", 100) + &row(3_600_000, "2", 100)));
     let args = ["bench", "replay", &trace, "--url", &format!("http://{}", up.address())];

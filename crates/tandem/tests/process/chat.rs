@@ -29,7 +29,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn chat_prints_answers_with_cached_tokens_and_remembers_the_conversation() {
+fn chat_prints_answers_with_cached_tokens_and_sends_earlier_messages_again() {
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "50"], Stdio::null());
     let port = up.address().rsplit(':').next().expect("the address has a port");
     let system = "You are a system message that fills more than one block of the cache.";

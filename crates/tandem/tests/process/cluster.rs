@@ -108,7 +108,7 @@ impl Plan {
         Self { certificates: Some(folder), ..self }
     }
 
-    /// Gives every process this stdout and stderr. A process that is started so may not be ready yet, and its address is that of `--listen`.
+    /// Gives every process this stdout and stderr. [`Plan::start`] then does not wait until the process is ready; its address is that of `--listen`.
     #[must_use]
     pub fn with_output(self, output: fn() -> Stdio) -> Self {
         Self { output: Some(output), ..self }

@@ -113,7 +113,7 @@ fn frontend_serves_for_its_drain_delay_while_it_is_not_ready() {
 }
 
 #[test]
-fn empty_variable_counts_as_unset() {
+fn empty_environment_variable_is_treated_as_unset() {
     let printed = |value: Option<&str>| {
         let mut command = tandem(&["frontend", "--engine", "sim", "--print-config"]);
         let variables = ["TANDEM_MAX_WAIT", "TANDEM_ROUTER_WAIT", "TANDEM_CONFIG", "TANDEM_API_KEYS_FILE", "HF_TOKEN_FILE"];

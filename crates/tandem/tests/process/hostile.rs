@@ -258,7 +258,7 @@ impl LivenessProbe {
     }
 }
 
-/// Returns the most memory that the process has used so far.
+/// Returns the peak resident memory of the process so far, in MB.
 pub fn resident_max_mb(process: &Up) -> f64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the status has VmHWM");
@@ -279,7 +279,7 @@ impl Measurements {
     }
 
     /// Returns the ratio of a percentile of the times during the attack to that of the times without it. It is the median of the ratios of all
-    /// rounds. Other work on the machine affects both times of a round, so it changes the ratio little.
+    /// rounds. Other work on the machine affects the times with and without the attack alike, so it changes the ratio little.
     fn ratio(&self, percent: usize) -> f64 {
         let ratios = self
             .rounds

@@ -1,4 +1,4 @@
-//! Engines that lie about lengths, together with an honest one. Each of them forwards the bytes of a fake server until the lies begin.
+//! Tests engines that lie about lengths, together with an honest one. Each liar is a proxy of a fake server until the lies begin.
 
 use crate::{cluster::until, hostile::resident_max_mb, up::Up};
 use serde_json::json;
@@ -16,17 +16,17 @@ use tokio::{
 
 /// The memory that `up` may use, in MB.
 const RESIDENT_MAX_MB: f64 = 512.0;
-/// The length of the parts in which a liar sends text without end.
+/// The size of each write with which a liar sends its endless text, in bytes.
 const PART: usize = 1 << 20;
 
-/// What a liar sends without end, after its head.
+/// What a liar sends: a head, if there is one, and then the same bytes again and again.
 #[derive(Clone, Copy, Debug)]
 enum Lie {
-    /// In answers to all requests.
+    /// The liar sends it as the answer to every request.
     Answer { head: &'static str, body: &'static str },
-    /// In answers to requests for tokens.
+    /// The liar sends it as the answer to requests for tokens.
     Tokens { head: &'static str, body: &'static str },
-    /// To subscribers of KV events.
+    /// The liar sends it to subscribers of KV events.
     Events { frame: &'static [u8] },
 }
 
@@ -73,7 +73,7 @@ impl Liar {
             _ => {}
         }
         let mut server = TcpStream::connect(("127.0.0.1", self.server.0)).await?;
-        // Each connection has one request, so that later ones are seen, too.
+        // Each connection carries one request, so that the liar sees the head of every request.
         server.write_all(head.replacen("\r\n", "\r\nconnection: close\r\n", 1).as_bytes()).await?;
         if head.contains("/kv_event_sources") {
             let mut answer = String::new();
@@ -123,7 +123,7 @@ async fn accept<F: Future<Output = io::Result<()>> + Send + 'static>(listener: T
 }
 
 #[test]
-fn engines_that_lie_about_lengths_take_neither_memory_nor_the_other_engine() {
+fn engines_that_lie_about_lengths_neither_fill_memory_nor_stop_the_other_engine() {
     let runtime = tokio::runtime::Runtime::new().expect("the runtime can be built");
     let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     tokenizer::write(folder.path()).expect("the folder is writable");
@@ -155,7 +155,7 @@ fn engines_that_lie_about_lengths_take_neither_memory_nor_the_other_engine() {
     let ask = |number: usize| {
         let body =
             json!({ "model": "fake", "prompt": format!("question {number} {}", "of some words ".repeat(20)), "max_tokens": 6 });
-        // All attempts of a request may meet liars, whose workers have not left yet.
+        // All attempts of a request may reach liars, because their workers may not have been removed yet.
         let ask = || up.answer("/v1/completions", &body.to_string());
         let answer = until("the request is answered", ask, |answer| !answer.starts_with("HTTP/1.1 503"));
         assert!(answer.starts_with("HTTP/1.1 200") && answer.contains(r#""completion_tokens":6"#), "{number}: {answer}");

@@ -1,4 +1,4 @@
-//! Logs that cannot be written: each role serves, rejoins and drains as with logs.
+//! Tests that each role serves, rejoins and drains even if its logs cannot be written.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -14,7 +14,7 @@ fn drains(process: Up) {
     assert_eq!(process.wait().0.code(), Some(0));
 }
 
-/// Starts `up` and each role with this stdout and stderr, and restarts a worker and the router. `loses`: lines are lost at once.
+/// Starts `up` and each role with this stdout and stderr, and restarts a worker and the router. `loses`: log lines are lost from the start.
 fn served_with(output: fn() -> Stdio, loses: bool) {
     let at = address();
     let listen = at.to_string();
@@ -62,7 +62,7 @@ fn processes_serve_while_the_reader_of_their_logs_stalls() {
     served_with(
         || {
             let (reader, mut writer) = std::io::pipe().expect("the system can create a pipe");
-            // Little space is left, and nothing reads.
+            // The pipe has little space left, and no process reads from it.
             writer.write_all(&[b' '; 60 << 10]).expect("a pipe of Linux holds 64 KiB");
             std::mem::forget(reader);
             writer.into()

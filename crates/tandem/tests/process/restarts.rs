@@ -35,7 +35,7 @@ impl Cluster {
         cluster
     }
 
-    /// Lets clients send one request after the other, half of them each over a new connection, until `during_load` has returned. Panics
+    /// Lets clients send requests one after another until `during_load` has returned; half of the clients open a connection for each. Panics
     /// unless every answer is complete. A client repeats a request only if its connection breaks and `may_break` allows it. Returns how often
     /// that happened.
     fn under_load(&mut self, may_break: bool, during_load: impl FnOnce(&mut Self)) -> u32 {
@@ -132,7 +132,7 @@ fn restarts_of_the_only_router_fail_no_request() {
 }
 
 #[test]
-fn router_ends_although_long_answers_run() {
+fn draining_router_does_not_wait_for_long_answers() {
     let mut cluster = Cluster::start();
     let body = chat_body("a long story", 2_000, true);
     let mut running =
@@ -150,7 +150,7 @@ fn router_ends_although_long_answers_run() {
 }
 
 #[test]
-fn frontend_that_hands_its_port_over_fails_no_request() {
+fn replacing_a_frontend_on_a_shared_port_fails_no_request() {
     let mut cluster = Cluster::start();
     let repeated = cluster.under_load(false, |cluster| {
         for _ in 0..3 {

@@ -57,7 +57,7 @@ fn run(args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn commands_take_each_spelling_of_a_server_and_name_one_of_the_wrong_kind() {
+fn commands_accept_each_spelling_of_a_server_and_identify_a_server_of_the_wrong_kind() {
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
     plan.list(&[prefill, decode]);

@@ -1,4 +1,4 @@
-//! A conversation in the form that chat templates need, and the pieces of an answer: reasoning, content and tool calls.
+//! A conversation in the form that chat templates need, and the deltas of an answer: reasoning, content and tool calls.
 
 mod conversation;
 mod message;

@@ -35,7 +35,7 @@ pub enum ToolChoice {
 pub struct Tools {
     /// The tools that the model may call. With [`ToolChoice::None`] the list is empty.
     pub list: Vec<Tool>,
-    /// Whether the model calls tools.
+    /// Whether the model may, must or must not call tools.
     pub choice: ToolChoice,
     /// Whether an answer may have more than one call.
     pub parallel: bool,

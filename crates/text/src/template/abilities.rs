@@ -52,7 +52,7 @@ pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abiliti
     } else {
         SystemPlaces::First
     };
-    // A template that renders no texts requires nothing.
+    // A template that does not even render one question is not taken to require alternation.
     let alternates = ordered(&[asked])? && !ordered(&[asked, last])?;
 
     let tool = Tool::function(NAME.to_owned(), Some("b".to_owned()), json!({ "type": "object", "properties": {} }));

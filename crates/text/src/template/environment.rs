@@ -11,7 +11,7 @@ use minijinja::{
 /// Returns the time for `strftime_now`.
 pub type TemplateClock = fn() -> jiff::Zoned;
 
-/// What the names of the engine's own filters begin with where this module replaces them. No template can name a filter with a space.
+/// The prefix under which the engine's own filters stay available where this module replaces them. The space keeps templates from naming them.
 const ENGINES_PREFIX: &str = "engine's ";
 /// The engine's own filters that apply an operation to each item.
 const ENGINES: [&str; 5] = ["engine's map", "engine's select", "engine's reject", "engine's selectattr", "engine's rejectattr"];
@@ -27,7 +27,7 @@ pub(super) fn environment(clock: TemplateClock) -> Result<Environment<'static>, 
             limits::write(text.len()).and_then(|()| Ok(output.write_str(&text)?))
         }
     });
-    // It prints all variables, however many bytes they have.
+    // `debug` would print all variables, without a limit on their bytes.
     environment.remove_global("debug");
     limits::add_filters(&mut environment);
     environment.set_unknown_method_callback(method::call);
@@ -73,7 +73,7 @@ pub(super) fn syntax() -> Result<SyntaxConfig, Error> {
     SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()
 }
 
-/// Unlike in the engine, texts and dictionaries are sequences, and none is not iterable.
+/// Unlike in the engine, texts and dictionaries are sequences, and `none` is not iterable.
 fn is_iterable(value: &Value) -> bool {
     use ValueKind::{Iterable, Map, Seq, String, Undefined};
     matches!(value.kind(), Seq | Iterable | Map | String | Undefined)
@@ -183,7 +183,7 @@ fn length(value: &Value) -> Result<usize, Error> {
     if value.is_undefined() { Ok(0) } else { filters::length(value) }
 }
 
-/// Like the engine's own filter, but `boolean` may be named.
+/// Like the engine's own filter, but `boolean` may also be a keyword argument.
 fn default(value: &Value, other: Option<Value>, boolean: Option<Value>, named: Kwargs) -> Result<Value, Error> {
     let other = other.map_or_else(|| named.get::<Option<Value>>("default_value"), |other| Ok(Some(other)))?;
     let boolean = boolean.map_or_else(|| named.get::<Option<Value>>("boolean"), |boolean| Ok(Some(boolean)))?;
@@ -192,12 +192,12 @@ fn default(value: &Value, other: Option<Value>, boolean: Option<Value>, named: K
     Ok(if absent { other.unwrap_or_else(|| "".into()) } else { value.clone() })
 }
 
-/// Like the engine's own filter, but what is not a number is 0.
+/// Like the engine's own filter, but a value that is not a number becomes 0, or `default` if it is given.
 fn int(state: &State<'_, '_>, value: &Value, default: Option<Value>, base: Option<u32>, named: Kwargs) -> Value {
     filters::int(state, value, default.clone(), base, named).unwrap_or_else(|_| default.unwrap_or_else(|| 0.into()))
 }
 
-/// Like the engine's own filter, but what is not a number is 0.0.
+/// Like the engine's own filter, but a value that is not a number becomes 0.0, or `default` if it is given.
 fn float(state: &State<'_, '_>, value: &Value, default: Option<Value>, named: Kwargs) -> Value {
     filters::float(state, value, default.clone(), named).unwrap_or_else(|_| default.unwrap_or_else(|| 0.0.into()))
 }

@@ -10,11 +10,11 @@ use minijinja::{
 };
 use std::collections::BTreeMap;
 
-/// The places of a rendering for the filters that it has looked up, of which the engine has 50. The last ones are used for the checks.
+/// The engine caches the filters that a rendering has looked up in 50 slots. The slots from this one on are used for the checks.
 const FIRST_PLACE: u8 = 44;
 const NO_PLACE: u8 = !0;
 
-/// Rewrites products so that the compiler does not compute them, whatever their size: what a filter returns is not a constant.
+/// Passes a factor of each product through a filter, so that the compiler cannot compute a huge product of constants.
 ///
 /// # Errors
 /// The template is malformed.
@@ -54,7 +54,7 @@ pub(super) fn compile(name: &'static str, source: String) -> Result<Program, Err
 
 fn checked(instructions: &Instructions<'static>) -> Result<Instructions<'static>, Error> {
     let mut checked: Vec<(Instruction<'static>, u16)> = Vec::new();
-    // The index of each instruction's first one in `checked`.
+    // For each original instruction, the index in `checked` of the first instruction that replaces it.
     let mut starts: Vec<u32> = Vec::new();
     for at in 0.. {
         starts.push(checked.len() as u32);
@@ -92,7 +92,7 @@ fn with_checks(instruction: &Instruction<'static>) -> Result<Vec<Instruction<'st
         *place = NO_PLACE;
     }
     Ok(match &own {
-        // The formatter counts what is emitted.
+        // Emitted text is counted by the formatter, so raw text goes through it as well.
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
         I::StoreLocal(_) => vec![check(VARIABLE), own],
         I::SetAttr(_) => vec![I::Swap, check(MEMBER), I::Swap, own],

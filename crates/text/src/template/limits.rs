@@ -31,7 +31,7 @@ pub(super) const TICK: &str = "tandem_tick";
 /// operands.
 pub(super) const OPERANDS: &str = "tandem_operands";
 
-/// The operations that may make much more than they are given.
+/// The operations whose results may be much larger than their operands.
 pub(super) const MULTIPLYING: [&str; 14] = [
     "*",
     "batch",
@@ -49,16 +49,16 @@ pub(super) const MULTIPLYING: [&str; 14] = [
     "sum",
 ];
 
-/// The bytes of a rendering without messages, and how many more each byte of the messages allows.
+/// The bytes that a rendering may use: `BYTES_MAX`, and `BYTES_PER_BYTE` more for each byte of its variables.
 const BYTES_MAX: usize = 64 << 20;
 const BYTES_PER_BYTE: usize = 16;
-/// The bytes of all values that become members of namespaces. A namespace is printed without checks, with all its members.
+/// The maximum total bytes of all values that become members of namespaces. A namespace is printed without checks, with all its members.
 const MEMBERS_MAX: usize = 1 << 30;
 /// The maximum number of values that the filters visit.
 const VISITS_MAX: u64 = 10_000_000;
 /// The maximum time of a rendering. The longest conversations of known templates need less than a second.
 const TIME_MAX: Duration = Duration::from_secs(5);
-/// The bytes of a value without its text.
+/// The bytes that a value takes besides its text.
 const VALUE_BYTES: usize = 32;
 
 /// What the rendering on this thread may still use.
@@ -94,7 +94,7 @@ fn left() -> Result<RemainingLimits, Error> {
     LEFT.get().ok_or_else(|| exhausted("no rendering has begun"))
 }
 
-/// Takes bytes from what the rendering may use.
+/// Subtracts bytes from those that the rendering may still use.
 fn spend(bytes: usize) -> Result<(), Error> {
     let left = left()?;
     let bytes = left.bytes.checked_sub(bytes).ok_or_else(|| exhausted("the template makes too much text"))?;
@@ -103,17 +103,17 @@ fn spend(bytes: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Takes the bytes of a written text.
+/// Subtracts the bytes of a written text.
 pub(super) fn write(bytes: usize) -> Result<(), Error> {
     spend(bytes).map_err(|error| Error::new(ErrorKind::WriteFailure, error.to_string()))
 }
 
-/// Checks that this many bytes are left, without taking them.
+/// Checks that this many bytes are left, without subtracting them.
 pub(super) fn ensure(bytes: usize) -> Result<(), Error> {
     if bytes <= left()?.bytes { Ok(()) } else { Err(exhausted("the template makes too much text")) }
 }
 
-/// Takes the bytes of a namespace's new member.
+/// Subtracts the bytes of a namespace's new member.
 fn spend_member(value: &Value) -> Result<(), Error> {
     let weight = weight(value)?;
     let left = left()?;
@@ -168,7 +168,7 @@ pub(super) fn add_filters(environment: &mut Environment<'static>) {
     });
 }
 
-/// Takes the bytes of a value that an operation has made.
+/// Subtracts the bytes of a value that an operation has made.
 pub(super) fn made(value: &Value) -> Result<(), Error> {
     tick()?;
     match value.as_str() {
@@ -222,17 +222,17 @@ fn bounded(value: &Value, depth: usize) -> Result<Option<Value>, Error> {
     }
 }
 
-/// Checks that texts of these values together can be made. The values must not be objects of the engine, of which only namespaces show their size.
+/// Checks that all of these values can be printed within the limit. Of the engine's objects, only namespaces are permitted: others hide their size.
 pub(super) fn ensure_all(values: &[Value]) -> Result<(), Error> {
     ensure(values.iter().try_fold(0_usize, |sum, value| Ok::<_, Error>(sum.saturating_add(weight(value)?)))?)
 }
 
-/// Checks that the operation can be applied to these operands, the first of which is its object.
+/// Checks that the operation's result fits into the limit. The first operand is the object to which the operation is applied.
 pub(super) fn ensure_operation(name: &str, operands: &[Value]) -> Result<(), Error> {
     if MULTIPLYING.contains(&name) { ensure(estimate(name, operands)?) } else { Ok(()) }
 }
 
-/// Returns about how many bytes the value has when it is printed: what it contains several times counts as often.
+/// Returns about how many bytes the value has when it is printed. A part that it contains several times is added as often.
 ///
 /// # Errors
 /// The value has an object of the engine that hides its size.
@@ -254,7 +254,7 @@ fn weight(value: &Value) -> Result<usize, Error> {
     }
 }
 
-/// Returns the maximum number of bytes that the operation makes of its operands, the first of which is its object.
+/// Returns the maximum size of the operation's result, in bytes. The first operand is the object to which the operation is applied.
 fn estimate(operation: &str, operands: &[Value]) -> Result<usize, Error> {
     let mut all = Vec::new();
     for value in operands {
@@ -296,7 +296,7 @@ fn estimate(operation: &str, operands: &[Value]) -> Result<usize, Error> {
                 weight(&all[0])?.saturating_mul(size(&all[0]))
             }
         }
-        // Each part of a divided text is a value of its own.
+        // A text is divided into parts, each of which is a separate value.
         _ => {
             let text = all.first().and_then(Value::as_str).unwrap_or_default();
             let parts = match all.get(1).and_then(Value::as_str) {
@@ -309,7 +309,7 @@ fn estimate(operation: &str, operands: &[Value]) -> Result<usize, Error> {
     })
 }
 
-/// Whether the value is an object of the engine, which holds more than its visible members, if it has any.
+/// Whether the value is an object of the engine, which may hold more than its visible members.
 fn is_engines_own(value: &Value) -> bool {
     value.kind() == ValueKind::Plain
         || ["::Namespace", "::Macro", "::Loop", "::Module"].into_iter().any(|name| has_type(value, name))

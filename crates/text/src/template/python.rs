@@ -7,7 +7,7 @@ thread_local! {
     static TEXT_MAX: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// Sets the length in bytes from which texts that this thread prints are cut. The rendering fails for such a text.
+/// Sets the maximum length in bytes of texts that this thread prints. A longer text is cut, and its rendering fails.
 pub(super) fn set_text_max(bytes: usize) {
     TEXT_MAX.set(bytes);
 }

@@ -18,11 +18,11 @@ struct Merge {
     id: TokenId,
 }
 
-/// Memory that is used again for each word.
+/// Buffers that are reused for each word.
 #[derive(Default)]
 pub(super) struct BpeScratch {
     parts: Vec<WordPart>,
-    /// Pairs of neighbours, as rank and index of the left one. A pair is outdated if the part's own rank is another.
+    /// Pairs of neighbours, as the rank of their merge and the index of the left one. A pair is outdated if the left part now has another rank.
     pairs: BinaryHeap<Reverse<(u32, u32)>>,
 }
 

@@ -23,7 +23,7 @@ impl Encoder {
         }
     }
 
-    /// Returns by how much encoding can shorten a text, in bytes of the text per byte of a token.
+    /// Returns the maximum number of bytes of text that one byte of a token's text can stand for.
     pub(super) fn shrinks(&self) -> usize {
         match self {
             Self::Bytes | Self::SentencePiece(_) => 1,
@@ -32,7 +32,7 @@ impl Encoder {
         }
     }
 
-    /// Whether finding a text's ids in a cache costs less than encoding the text.
+    /// Whether a lookup of a text's ids in a cache costs less than encoding the text.
     pub(super) fn is_slow(&self) -> bool {
         !matches!(self, Self::Bytes)
     }

@@ -18,12 +18,12 @@ pub(super) struct Library {
 }
 
 impl Library {
-    /// Returns by how much encoding can shorten a text, in bytes of the text per byte of a token.
+    /// Returns the maximum number of bytes of text that one byte of a token's text can stand for.
     pub(super) fn shrinks(&self) -> usize {
         /// Composition (NFC) makes a text at most four times shorter.
         const COMPOSED: usize = 4;
         /// Other normalizers may remove any number of spaces, and one unknown token may stand for any number of characters. If a text has more of
-        /// either in a row, it counts as too long.
+        /// either in a row, it is treated as too long.
         const REMOVED: usize = 1024;
         let joins_unknown = match &self.model {
             ModelWrapper::BPE(bpe) => bpe.unk_token.is_some() && bpe.fuse_unk && !bpe.byte_fallback,

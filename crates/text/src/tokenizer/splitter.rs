@@ -96,7 +96,7 @@ impl Pattern {
     fn split<'a>(&self, text: &'a str, part: &mut impl FnMut(&'a str)) {
         let mut cache = self.caches.get();
         let mut last = 0;
-        // Most patterns match everywhere, and a search that may only match at its start is cheaper.
+        // Most patterns match at every position, and a search that is anchored at its start is cheaper.
         let mut anchored = Anchored::Yes;
         let mut at = 0;
         while at < text.len() {

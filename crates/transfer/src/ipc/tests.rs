@@ -116,8 +116,8 @@ async fn prompt(receiver: &IpcReceiver, peer: &str, handle: &[u8], number: u8) -
     }
 }
 
-/// Lets tasks and threads that close memories run. Paused time passes only while no thread works, so a memory is closed after a few
-/// milliseconds of it.
+/// Lets tasks and threads that close memories run. Paused time advances only while no thread works, so a few milliseconds of it are enough to
+/// close a memory.
 async fn settle() {
     for _ in 0..10 {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -125,7 +125,7 @@ async fn settle() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn memory_of_a_peer_stays_open_between_prompts_and_is_closed_a_minute_after_the_last_one() {
+async fn mapped_memory_of_a_peer_is_closed_a_minute_after_the_last_prompt() {
     let (device, shutdown) = (Device::default(), Shutdown::default());
     let receiver = receiver(&device, &shutdown);
     assert!(prompt(&receiver, "p", b"memory", 1).await.is_none(), "the first prompt requests the handle");
@@ -148,7 +148,7 @@ async fn memory_of_a_peer_stays_open_between_prompts_and_is_closed_a_minute_afte
 }
 
 #[tokio::test(start_paused = true)]
-async fn memory_that_cannot_be_opened_is_counted_by_its_reason() {
+async fn failure_to_open_a_peers_memory_is_counted_by_its_reason() {
     let (device, shutdown) = (Device::default(), Shutdown::default());
     let receiver = receiver(&device, &shutdown);
     for (peer, handle) in [("far", &b"host"[..]), ("hidden", b"hidden")] {
@@ -161,7 +161,7 @@ async fn memory_that_cannot_be_opened_is_counted_by_its_reason() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn copy_that_does_not_run_to_its_end_is_not_reported_as_a_refused_ticket() {
+async fn interrupted_copy_is_not_reported_as_a_refused_ticket() {
     let (device, shutdown) = (Device::default(), Shutdown::default());
     let receiver = receiver(&device, &shutdown);
     assert!(prompt(&receiver, "p", b"memory", 1).await.is_none(), "the first prompt requests the handle");

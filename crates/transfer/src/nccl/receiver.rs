@@ -49,8 +49,8 @@ struct PrefillPeer {
 }
 
 enum PeerState {
-    /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the
-    /// connection from this channel.
+    /// A ticket names the communicator, and no control stream has arrived yet. The control stream receives the connection from this channel
+    /// once this end has joined.
     Joining(oneshot::Receiver<PeerConnection>),
     /// A control stream has arrived. It waits until this worker has joined the communicator.
     Claimed,

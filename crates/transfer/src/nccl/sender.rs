@@ -92,8 +92,8 @@ impl NcclSender {
     }
 
     /// Joins a communicator in a new task, and then sends its batches. The caller must have written blocks at `address` under a ticket that
-    /// names the communicator. The reason is that joining connects to an address that the communicator's id contains, and occupies a thread
-    /// until the other end has joined, too.
+    /// names the communicator. Otherwise an attacker could make this worker connect to the address in the communicator's id, and occupy a
+    /// thread until the other end has joined, too.
     pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
         let permit = Arc::clone(&self.0.joins).try_acquire_owned();
         let (Ok(permit), Some(mut connection)) = (permit, self.enter(&address, &communicator_id)) else {

@@ -279,7 +279,7 @@ async fn cable(listener: TcpListener, receiver: &str, bytes: u64) {
 }
 
 #[tokio::test]
-async fn silent_connection_fails_the_transfer_within_the_keep_alive_limit() {
+async fn transfer_over_a_silent_connection_fails_within_the_keep_alive_limit() {
     let rig = host().await;
     rig.memory.issue(TICKET, 0..20);
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");

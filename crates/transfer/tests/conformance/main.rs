@@ -308,7 +308,7 @@ async fn ticket_of_another_length_is_refused() {
 }
 
 #[tokio::test]
-async fn unusable_ticket_is_refused_before_a_connection_is_made() {
+async fn invalid_ticket_is_refused_before_a_connection_is_made() {
     let rig = host().await;
     let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
     let refused = |ticket| match rig.open_ticket(ticket) {

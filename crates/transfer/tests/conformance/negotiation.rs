@@ -5,7 +5,7 @@ use tandem_proto::v1::{NcclControlRequest, TransferPath, transfer_client::Transf
 use tandem_transfer::TransferError;
 
 #[tokio::test]
-async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff() {
+async fn transfers_use_tcp_after_a_communicator_has_failed_until_a_new_one_is_joined() {
     let rig = nccl().await;
     rig.memory.issue(TICKET, 0..1);
     rig.source.break_next();
@@ -33,7 +33,7 @@ async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff()
 }
 
 #[tokio::test]
-async fn at_most_four_communicators_are_joined_at_a_time() {
+async fn at_most_four_communicators_are_being_joined_at_the_same_time() {
     let rig = nccl().await;
     let mut joining = Vec::new();
     for peer in 0..8 {
@@ -45,8 +45,8 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
     );
     let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
     assert_eq!(named, 4, "further communicators are not queued to be joined");
-    // The tickets are dropped before their blocks were written. So their communicators no longer count as being joined, and the paths to
-    // these peers are excluded for some time.
+    // The tickets are dropped before their blocks were written. So their communicators are not joined any more, and the paths to these peers
+    // are excluded for some time.
     joining.clear();
     let (again, _) = rig.negotiate("peer-0", TICKET).await;
     assert!(again.communicator.is_empty(), "the path to peer-0 has just failed");
@@ -55,7 +55,7 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
 }
 
 #[tokio::test]
-async fn control_stream_of_an_unknown_or_claimed_communicator_is_refused() {
+async fn control_stream_is_refused_if_its_communicator_is_unknown_or_already_has_a_stream() {
     let rig = nccl().await;
     let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
     assert_eq!(ticket.path(), TransferPath::Nccl);

@@ -27,7 +27,7 @@ pub const PENDING: Duration = Duration::from_millis(300);
 pub const SOON: Duration = Duration::from_secs(30);
 const PEER: &str = "prefill-0";
 
-/// The receiver's memory, with the rules of a worker: a ticket names its missing blocks, and each is written once and whole.
+/// The receiver's memory, with the rules of a worker: a ticket names its missing blocks, and each is written once and completely.
 #[derive(Clone)]
 pub struct Memory(pub Arc<State>);
 

@@ -51,7 +51,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// Returns a worker with a buffer of `capacity` batches. A watcher that falls further behind loses batches.
+    /// Returns a worker that buffers `capacity` batches. A watcher that falls further behind loses batches.
     fn new(capacity: usize) -> Self {
         let (batches, _) = broadcast::channel(capacity);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
@@ -199,7 +199,7 @@ async fn idle_worker_sends_a_heartbeat_every_second() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn load_is_sent_regularly_although_every_step_changes_it() {
+async fn load_that_changes_in_every_step_is_sent_at_a_fixed_interval() {
     let worker = Watched::new(16);
     let mut replies = worker.watch_batches().await;
     let steps = async {

@@ -224,7 +224,7 @@ fn prompt(number: u32) -> Vec<u32> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn handoff_takes_the_longer_of_computation_and_transfer_plus_one_chunk_of_the_shorter() {
+async fn handoff_time_is_the_longer_of_computation_and_transfer_plus_one_chunk_of_the_shorter() {
     for (compute_ms, transfer_ms) in [(100, 4), (100, 60), (100, 100), (60, 100), (4, 100)] {
         let pace = Pace { compute_ms, transfer_ms };
         let pair = Pair::start(pace, CHUNK);

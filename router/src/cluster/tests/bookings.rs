@@ -1,9 +1,9 @@
-//! Tests of bookings: which load counts on which worker, and that a released booking leaves nothing behind.
+//! Tests of bookings: which load they add to which worker, and that nothing remains of a released booking.
 
 use super::*;
 
 #[test]
-fn remote_prompt_counts_on_both_workers_until_each_worker_reports_it() {
+fn remote_prompt_adds_load_to_both_workers_until_each_reports_it() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     scenario.stored("p0", &hashes(1, 0, 2));
     let request = PlacementRequest { samples: 3, ..scenario.request(101, hashes(1, 0, 6)) };
@@ -49,11 +49,11 @@ fn remote_prompt_counts_on_both_workers_until_each_worker_reports_it() {
 }
 
 #[test]
-fn bookings_count_as_reported_after_a_new_snapshot() {
+fn bookings_add_no_load_after_a_new_snapshot() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     let (booking, _) = scenario.place_hashes(100, hashes(1, 0, 6));
-    // A snapshot follows lost messages. One of these may have announced that the worker's load includes the request, so the booking now
-    // counts as reported.
+    // A snapshot follows lost messages. One of these may have announced that the worker's load includes the request, so the booking no
+    // longer adds load.
     let id = scenario.member("d0");
     scenario.state.empty(id);
     assert_eq!(scenario.booked("d0"), (0, 0, 1));
@@ -63,7 +63,7 @@ fn bookings_count_as_reported_after_a_new_snapshot() {
 }
 
 #[test]
-fn local_prompt_counts_on_its_decode_worker_and_its_tokens_count_until_prefilled() {
+fn local_prompt_adds_load_to_its_decode_worker_and_its_tokens_until_it_is_prefilled() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 1, 1);
     let (booking, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert!(placement.prefill.is_none());

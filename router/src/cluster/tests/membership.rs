@@ -65,7 +65,7 @@ async fn requests_are_placed_while_a_large_batch_of_events_is_applied() {
 }
 
 #[test]
-fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
+fn worker_with_an_old_slow_rate_is_chosen_again_after_some_time() {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
     let _entered = runtime.enter();
@@ -97,7 +97,7 @@ fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
 }
 
 #[test]
-fn short_prefills_do_not_refresh_an_old_rate() {
+fn short_prefills_do_not_renew_the_weight_of_an_old_rate() {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
     let _entered = runtime.enter();

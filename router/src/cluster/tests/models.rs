@@ -31,7 +31,7 @@ impl Scenario {
 }
 
 #[test]
-fn members_of_one_model_agree_and_models_may_differ() {
+fn members_agree_on_the_identity_of_each_model_but_models_may_differ() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
     scenario.join(serving("a", DECODE, "a0")).expect("the first member of a model determines its identity");
     let block_size = 2 * BLOCK;
@@ -59,7 +59,7 @@ fn members_of_one_model_agree_and_models_may_differ() {
 }
 
 #[test]
-fn named_model_of_the_router_excludes_other_models() {
+fn router_with_a_named_model_excludes_workers_of_other_models() {
     let identity = Identity { model: "a".to_owned(), ..RouterSettings::default().identity };
     let mut scenario = Scenario::new(RouterSettings { identity, ..settings(PrefillPlace::Auto) });
     let refused = scenario.join(serving("b", DECODE, "b0")).expect_err("the worker serves another model").to_string();
@@ -147,7 +147,7 @@ async fn answer_times_of_models_are_measured_separately() {
 }
 
 #[test]
-fn request_of_another_router_is_booked_whatever_its_model() {
+fn request_that_another_router_has_placed_is_booked_even_if_no_member_serves_its_model() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
     scenario.join(serving("a", DECODE, "a0")).expect("the first member of a model determines its identity");
     for (model, instance) in [("a", "a0-1"), ("b", "b0-1")] {
@@ -193,7 +193,7 @@ fn lora_is_a_model_of_the_workers_that_have_it() {
 }
 
 #[test]
-fn requests_for_all_models_of_a_worker_add_to_one_load() {
+fn load_of_a_worker_includes_requests_for_all_its_models() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Local));
     for name in ["a0", "a1"] {
         scenario.join(with_loras(&["x"], serving("a", DECODE, name))).expect("they agree");
@@ -206,7 +206,7 @@ fn requests_for_all_models_of_a_worker_add_to_one_load() {
 }
 
 #[test]
-fn name_of_a_lora_stands_for_one_model_in_the_whole_cluster() {
+fn worker_that_uses_a_model_name_for_another_base_model_or_lora_cannot_join() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
     scenario.join(with_loras(&["x"], serving("a", DECODE, "a0"))).expect("the first member of a model determines its identity");
     for (other, text) in [
@@ -221,7 +221,7 @@ fn name_of_a_lora_stands_for_one_model_in_the_whole_cluster() {
 }
 
 #[test]
-fn named_model_of_the_router_excludes_its_loras() {
+fn router_with_a_named_model_excludes_requests_for_its_loras() {
     let identity = Identity { model: "a".to_owned(), ..RouterSettings::default().identity };
     let mut scenario = Scenario::new(RouterSettings { identity, ..settings(PrefillPlace::Auto) });
     scenario.join(with_loras(&["x"], serving("a", DECODE, "a0"))).expect("the worker serves the model");

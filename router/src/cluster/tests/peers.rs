@@ -1,5 +1,5 @@
-//! Tests of replication between two routers: each router counts the union of their bookings, whatever messages are lost, and released
-//! bookings leave nothing behind.
+//! Tests of replication between two routers: the loads on each router include the bookings of both, even if messages are lost, and nothing
+//! remains of released bookings.
 
 use super::*;
 use crate::replication::{PeerReceiver, ReplicationError};
@@ -79,8 +79,8 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// From now on a worker's report includes a booking. `of`: the router that made the booking; `at`: the booking's position among the
-    /// bookings of that router; `prefill`: whether the worker is the booking's prefill worker.
+    /// From now on, the reports of a booking's worker include the request. `of` is the router that made the booking, `at` the booking's position
+    /// among the bookings of that router. `prefill` selects the prefill worker instead of the decode worker.
     Included {
         of: usize,
         at: usize,
@@ -112,7 +112,7 @@ fn act() -> impl Strategy<Value = (usize, Act)> {
 
 const NAMES: [&str; 4] = ["p0", "p1", "d0", "d1"];
 
-/// Returns the load that the router counts on each worker.
+/// Returns the load that the router's bookings add to each worker.
 fn counted(scenario: &Scenario) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |name: &str| {
         let (tokens, sequences, bookings) = scenario.booked(name);
@@ -121,7 +121,7 @@ fn counted(scenario: &Scenario) -> Vec<(u64, u64, u32, Vec<u32>)> {
     NAMES.map(of).into()
 }
 
-/// Returns the load that must count on each worker: the union of both routers' bookings, without what workers have reported.
+/// Returns the expected load on each worker: that of the bookings of both routers, without the requests that workers have reported.
 fn union(made: &[Vec<ModelBooking>; 2], included_request_ids: &HashSet<(String, String)>) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |worker: &str| {
         let (mut sums, mut predicted) = ((0, 0, 0), HashSet::new());
@@ -152,7 +152,7 @@ fn two(place: PrefillPlace) -> [Scenario; 2] {
 }
 
 #[test]
-fn expected_answer_of_a_peers_booking_counts_until_the_booking_ends() {
+fn load_of_a_peers_booking_includes_the_expected_answer_until_it_ends() {
     let [mut one, mut other] = two(PrefillPlace::Remote);
     let mut replica = Replica::open(&mut other.state);
     let (booking, placement) = one.place_hashes(101, hashes(1, 0, 6));
@@ -170,7 +170,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn each_router_counts_the_union_of_bookings(acts in collection::vec(act(), 1..120), remote in any::<bool>()) {
+    fn load_on_each_router_includes_the_bookings_of_both_routers(acts in collection::vec(act(), 1..120), remote in any::<bool>()) {
         let mut scenarios = two(if remote { PrefillPlace::Remote } else { PrefillPlace::Local });
         let mut replicas = [Replica::open(&mut scenarios[1].state), Replica::open(&mut scenarios[0].state)];
         let mut made: [Vec<ModelBooking>; 2] = [Vec::new(), Vec::new()];
@@ -241,7 +241,7 @@ proptest! {
 }
 
 #[test]
-fn burst_over_two_routers_goes_to_one_worker_after_replication() {
+fn burst_of_equal_prompts_over_two_routers_is_placed_on_one_worker_after_replication() {
     let [mut one, mut other] = two(PrefillPlace::Remote);
     let mut replica = Replica::open(&mut other.state);
     let (first, placement) = one.place_hashes(1_001, hashes(1, 0, 62));

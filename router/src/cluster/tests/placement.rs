@@ -4,7 +4,7 @@ use super::*;
 use std::collections::BTreeMap;
 
 #[test]
-fn overlap_counts_only_blocks_that_a_worker_may_reuse() {
+fn overlap_includes_only_blocks_that_a_worker_may_reuse() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     scenario.stored("d0", &hashes(1, 0, 10));
     for (prompt_tokens, given, prompt_logits, expected) in [
@@ -25,7 +25,7 @@ fn overlap_counts_only_blocks_that_a_worker_may_reuse() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn decode_worker_is_known_to_spend_time_on_the_prompts_that_were_placed_on_it_alone() {
+async fn time_that_a_decode_worker_spends_on_local_prefills_is_estimated() {
     for (place, expected) in [(PrefillPlace::Local, 0.5), (PrefillPlace::Remote, 0.0)] {
         let mut scenario = Scenario::with(settings(place), 1, 1);
         // A prompt of a thousand tokens arrives every two seconds, and the worker computes a thousand tokens in a second.
@@ -43,7 +43,7 @@ async fn decode_worker_is_known_to_spend_time_on_the_prompts_that_were_placed_on
 }
 
 #[test]
-fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
+fn burst_of_equal_prompts_is_placed_on_one_worker_and_predicted_blocks_are_not_reported_as_overlap() {
     for place in [PrefillPlace::Remote, PrefillPlace::Local] {
         let mut scenario = Scenario::with(settings(place), 4, 4);
         let mut bookings = Vec::new();
@@ -57,7 +57,7 @@ fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
             seen.insert(name(&computes));
         }
         assert_eq!(seen.len(), 1, "one worker computes the prompt");
-        // Once the worker's events have arrived, the predicted blocks count as overlap.
+        // Once the worker's events have arrived, the predicted blocks are overlap.
         let computes = seen.first().expect("a worker computes the prompt").clone();
         scenario.stored(&computes, &hashes(1, 0, 62));
         let (booking, placement) = scenario.place_hashes(1_001, hashes(1, 0, 62));
@@ -166,7 +166,7 @@ fn failed_workers_are_excluded_and_the_last_attempt_uses_a_decode_worker_only() 
 }
 
 #[test]
-fn unserved_model_long_prompt_and_full_router_are_refused() {
+fn request_is_refused_if_its_model_is_unserved_its_prompt_too_long_or_the_router_full() {
     let mut scenario = Scenario::with(RouterSettings { bookings_max: 1, ..settings(PrefillPlace::Auto) }, 1, 1);
     let refused = |scenario: &mut Scenario, request: &PlacementRequest| {
         scenario.state.place(request, &Excluded::default(), 1).map(|(id, _)| id)

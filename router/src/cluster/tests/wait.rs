@@ -47,7 +47,7 @@ impl Queues {
 const SECOND: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
-async fn request_that_would_wait_too_long_is_refused_until_the_line_is_short_enough() {
+async fn request_that_would_wait_too_long_is_refused_until_the_queue_is_short_enough() {
     let mut queues = Queues::new();
     queues.add(100, &[]);
     queues.place(Some(SECOND), [].into(), &[], 1).expect("nothing is measured yet");
@@ -75,7 +75,7 @@ async fn request_that_would_wait_too_long_is_refused_until_the_line_is_short_eno
 }
 
 #[tokio::test(start_paused = true)]
-async fn request_is_placed_on_another_worker_if_only_the_cheapest_one_has_a_long_line() {
+async fn request_is_placed_on_another_worker_if_only_the_cheapest_one_has_a_long_queue() {
     let mut queues = Queues::new();
     let cached = hashes(1, 0, 62);
     queues.scenario.stored("d0", &cached);
@@ -96,14 +96,14 @@ async fn request_is_placed_on_another_worker_if_only_the_cheapest_one_has_a_long
     assert_eq!(queues.place(Some(SECOND), cached, &[], 1).expect("the other worker has no queue"), "d1");
 }
 
-/// The worker reports this rate in tokens a second, and this number of prompt tokens in its queue.
+/// Lets the worker report this prefill rate, and this number of prompt tokens in its queue.
 fn report(queues: &mut Queues, name: &str, prefill_tokens_per_second: f64, pending_prefill_tokens: u64) {
     let load = Load { prefill_tokens_per_second, prefill_measurements: 1, pending_prefill_tokens, ..Load::default() };
     let all: Vec<String> = (0..=queues.scenario.requests).map(|number| format!("r{number}")).collect();
     queues.scenario.reports(name, vec![], load, &all.iter().map(String::as_str).collect::<Vec<_>>());
 }
 
-/// Returns after which time a request is admitted that may wait for a second.
+/// Returns the `retry_after`, in seconds, of a refused request with a limit of one second on its wait.
 fn retry_after(queues: &mut Queues) -> f64 {
     match queues.place(Some(SECOND), [].into(), &[], 1) {
         Err(PlacementError::Overloaded { retry_after }) => retry_after.as_secs_f64(),
@@ -112,7 +112,7 @@ fn retry_after(queues: &mut Queues) -> f64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn queue_counts_at_three_quarters_of_the_measured_rate_before_any_line_is_measured() {
+async fn queue_without_a_measured_speed_is_served_at_three_quarters_of_the_prefill_rate() {
     let mut queues = Queues::new();
     for name in ["d0", "d1"] {
         report(&mut queues, name, 0.0, 30_000);
@@ -155,9 +155,9 @@ async fn request_to_a_full_worker_waits_until_an_answer_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn request_that_has_waited_for_its_limit_is_placed_again_only_where_it_hardly_waits() {
+async fn request_that_has_waited_for_its_limit_is_placed_again_only_on_a_worker_with_a_short_wait() {
     let mut queues = Queues::new();
-    // A queue on d0 does not move. The request has waited there.
+    // The queue of d0 makes no progress, and the request has waited in it.
     queues.add(4, &["d1-1"]);
     advance(10 * SECOND).await;
     let excluded = Excluded { failed: ["d0-1".into()].into(), ..Excluded::default() };
@@ -167,7 +167,7 @@ async fn request_that_has_waited_for_its_limit_is_placed_again_only_where_it_har
     assert!(matches!(refused, Err(PlacementError::Overloaded { .. })), "{refused:?}");
     let (booking, placement) = state.place_at_once(&request, Some((&excluded, 2)), Some(10 * SECOND)).expect("d1 is idle");
     assert_eq!(name(&placement.decode), "d1");
-    // Nothing moves on d1 either.
+    // The queue of d1 makes no progress either.
     advance(12 * SECOND).await;
     let Err(PlacementError::Overloaded { retry_after }) = state.place_at_once(&request, Some((&excluded, 2)), Some(10 * SECOND))
     else {

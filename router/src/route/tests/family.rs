@@ -42,7 +42,7 @@ fn only_workers_of_one_family_are_paired() {
 }
 
 #[test]
-fn bandwidth_of_one_family_says_nothing_about_another() {
+fn bandwidth_is_estimated_for_each_transfer_family_separately() {
     // The first decode worker would receive two blocks less than the second one, for 30 ms of load more. The bandwidth decides.
     let decode_worker = |workers: &[Candidate]| placed(&remote(1_601), workers).expect("the request can be placed").0;
     let pair = |bandwidth| {

@@ -173,7 +173,7 @@ impl ZmtpConnection {
         Ok(Some(Frame { flags, body: self.received.split_to(length).freeze() }))
     }
 
-    /// Sends what is not sent yet, and then receives more bytes.
+    /// Sends the bytes that are not sent yet, and then receives more bytes.
     async fn exchange(&mut self) -> Result<(), SocketError> {
         self.flush().await?;
         self.received.reserve(READ);
@@ -200,7 +200,7 @@ impl ZmtpConnection {
 }
 
 impl Frame {
-    /// Returns whether the frame is the command with this name, before which its length stands.
+    /// Returns whether the frame is this command. `command` is its name, preceded by the name's length in one byte.
     fn is(&self, command: &[u8]) -> bool {
         self.flags & COMMAND != 0 && self.body.starts_with(command)
     }

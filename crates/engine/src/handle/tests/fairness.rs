@@ -18,7 +18,7 @@ async fn first_token(engine: &EngineHandle, question: Generate) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
+async fn request_is_delayed_by_only_a_few_steps_next_to_requests_of_128_samples() {
     let engine = start_with(SimEngine::new(SimSettings::default()), WORKER);
     let quiet = first_token(&engine, question(0, "")).await;
     let mut hostile = tokio::task::JoinSet::new();
@@ -39,8 +39,8 @@ async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
     for number in 4..24 {
         for account in ["", "another"] {
             let delayed = first_token(&engine, question(number * 2 + account.len() as u32 % 2, account)).await;
-            // The question first waits for the current step. Then its prompt and its first token share their steps with a full batch (31.6 ms each)
-            // and with tokens that preempted samples compute again (up to 30 ms each).
+            // The question first waits for the current step. The steps of its prompt and of its first token also continue a full batch (31.6 ms each)
+            // and compute tokens of preempted samples again (up to 30 ms each).
             assert!(delayed <= 6 * quiet, "question {number} of '{account}': {delayed:?}, {quiet:?} alone");
         }
         tokio::time::sleep(Duration::from_millis(700)).await;

@@ -29,8 +29,7 @@ fn burst_of_equal_prompts_is_computed_once() {
     world.step();
     let load = world.machine.load();
     assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one sequence computes, the others hold no blocks");
-    // Job 0 has 935 tokens left. Each of the other jobs has only 7 tokens left, because the tokens that another prompt computes count for that prompt
-    // only.
+    // Job 0 has 935 tokens left. Each of the other jobs has only 7 tokens left, because tokens that it shares with an earlier job belong to that job.
     assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "a token that several prompts need counts once");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
@@ -44,7 +43,7 @@ fn burst_of_equal_prompts_is_computed_once() {
 }
 
 #[test]
-fn deferred_prompt_delays_no_other_prompt_and_takes_over_from_a_cancelled_prefix_owner() {
+fn prompt_that_waits_for_a_prefix_owner_delays_no_other_and_is_computed_if_the_owner_is_cancelled() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 32, ..SETTINGS });
     let text = prompt("the first one leaves", 500);
     world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits in the cache");
@@ -83,7 +82,7 @@ fn wait_for_a_prefix_owner_is_bounded() {
 }
 
 #[test]
-fn prompt_does_not_wait_for_blocks_that_it_cannot_match() {
+fn prompt_does_not_wait_for_blocks_that_it_cannot_reuse() {
     let text = prompt("not to be found", 400);
     for change in [0, 1, 2] {
         let mut world = World::new(256, EngineSettings { chunk_budget: 128, prefix_caching: change != 0, ..SETTINGS });
@@ -193,7 +192,7 @@ fn wait_for_a_transfer_ends_when_the_prefix_owner_ends_or_the_deadline_passes() 
 }
 
 #[test]
-fn pending_tokens_of_a_waiting_prompt_exclude_reusable_tokens() {
+fn pending_prefill_tokens_exclude_the_reusable_tokens_of_waiting_prompts() {
     let mut world = World::new(80, SETTINGS);
     let (cached, fills) = (prompt("known before", 400), prompt("fills the cache", 900));
     world.machine.prefill(0, prefill(cached.clone()), world.now).expect("the job fits in the cache");

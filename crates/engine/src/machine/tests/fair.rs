@@ -11,8 +11,8 @@ use tandem_kv::Priority;
 const NAMES: [&str; 4] = ["", "acme", "both", "zoo"];
 const RANKS: std::ops::RangeInclusive<i32> = -1..=1;
 
-/// Returns the places of one account's sequences that are in `places`, in the account's order by its definition: by priority, and of each priority in
-/// each round one of each request.
+/// Sorts `places`, which are places of sequences of one account, by the definition of the account's fair order: by priority, and within a priority in
+/// rounds, each with one sequence of each request.
 fn naive_account(sequences: &[Owner], places: &[usize]) -> Vec<usize> {
     let mut order = Vec::new();
     for within in RANKS {
@@ -27,7 +27,8 @@ fn naive_account(sequences: &[Owner], places: &[usize]) -> Vec<usize> {
     order
 }
 
-/// Returns the fair order by its definition: the exempt sequence, then by rank, and of each rank in each round one sequence of each account.
+/// Returns the fair order by its definition: first the exempt sequence, then by rank, and within a rank in rounds, each with one sequence of each
+/// account.
 fn naive_order(sequences: &[Owner], exempt: Option<JobId>) -> Vec<usize> {
     let first = (0..sequences.len()).find(|place| Some(sequences[*place].job) == exempt);
     let mut order = Vec::from_iter(first);
@@ -80,7 +81,7 @@ proptest! {
     }
 
     #[test]
-    fn shares_return_the_last_job_of_the_fair_order((sequences, _) in sequences(), exempt in prop::option::of(0..24u64)) {
+    fn last_job_by_shares_equals_the_last_of_the_fair_order((sequences, _) in sequences(), exempt in prop::option::of(0..24u64)) {
         let last = fair_order(&sequences, exempt).last().map(|place| sequences[*place].job);
         let shares = shares_of(&sequences, exempt);
         prop_assert_eq!(shares.last(), last);
@@ -101,9 +102,9 @@ proptest! {
         prop_assert!(found <= before, "predicted {before}, found {found}");
     }
 
-    /// A rank receives tokens only if all demands of better ranks are met.
+    /// A rank receives tokens only if all demands of the ranks before it are met.
     #[test]
-    fn round_robin_meets_the_demands_of_better_ranks_first(
+    fn round_robin_meets_the_demands_of_outranking_requests_first(
         steps in prop::collection::vec(1..2_000usize, 1..10),
         prompts in prop::collection::vec((0..3usize, RANKS, 1..3_000usize), 0..30),
     ) {
@@ -126,7 +127,7 @@ proptest! {
     /// The whole budget is spent while accounts have demands, the demands of an account are met in their order, and the tokens allotted to accounts
     /// that always have demands differ by two quanta at most.
     #[test]
-    fn round_robin_spends_the_budget_and_is_fair_within_two_quanta(
+    fn round_robin_spends_the_budget_and_accounts_differ_by_two_quanta_at_most(
         steps in prop::collection::vec(1..2_000usize, 1..40),
         prompts in prop::collection::vec((0..3usize, 1..3_000usize), 0..30),
         greedy in prop::collection::vec(any::<bool>(), 3),
@@ -163,7 +164,7 @@ proptest! {
 
     /// Prompts that arrive together finish in the same order as if all of them were computed at the same speed.
     #[test]
-    fn prompts_are_due_in_the_order_in_which_processor_sharing_finishes_them(costs in prop::collection::vec(1..50usize, 1..12)) {
+    fn due_order_of_prompts_equals_the_finishing_order_of_processor_sharing(costs in prop::collection::vec(1..50usize, 1..12)) {
         let dues: Vec<u64> = (0..costs.len()).map(|last| due(0, costs[last], costs[..last].iter().copied())).collect();
         let mut by_due: Vec<usize> = (0..costs.len()).collect();
         by_due.sort_by_key(|place| (dues[*place], *place));
@@ -218,7 +219,7 @@ proptest! {
 }
 
 #[test]
-fn account_without_prompt_tokens_leaves_the_round_robin() {
+fn account_without_demand_leaves_the_round_robin() {
     let mut round_robin = RoundRobin::default();
     let demand = |account: &str| Demand { account: Arc::from(account), across: 0, tokens: 10_000 };
     round_robin.allot(&[demand("a"), demand("b")], 100);

@@ -32,7 +32,7 @@ fn assert_texts(world: &World, jobs: &[(JobId, Generate)]) {
 }
 
 #[test]
-fn samples_beyond_the_batch_hold_no_blocks() {
+fn samples_that_exceed_the_batch_limit_hold_no_blocks() {
     let job = samples("many samples", 100, 12, 20);
     let mut world = World::new(256, EngineSettings { batch_max: 4, ..SETTINGS });
     world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");
@@ -188,7 +188,7 @@ fn long_prompt_does_not_starve() {
 }
 
 #[test]
-fn prompt_beyond_the_lookahead_is_not_admitted() {
+fn prompt_is_not_admitted_while_earlier_prompts_need_several_full_steps() {
     let mut world = World::new(100, EngineSettings { chunk_budget: 64, ..SETTINGS });
     for id in 0..3 {
         world.machine.prefill(id, prefill(prompt(&format!("{id} is long"), 500)), world.now).expect("the job fits in the cache");

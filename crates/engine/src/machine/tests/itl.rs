@@ -9,8 +9,8 @@ fn device(tokens: u32, sequences: u32) -> Duration {
     Duration::from_secs_f64((prefill + decode) / 1e3)
 }
 
-/// Runs two answers, next to which prompts arrive all the time. Returns the longest step after the first prompts, the time of steps with
-/// prompts, and the time that prompts took of it.
+/// Runs two answers while prompts arrive all the time. Returns the longest step after the first prompts, the total time of steps with prompts,
+/// and the part of that time which prompts took.
 fn longest_step(itl_max: Option<Duration>) -> (Duration, Duration, Duration) {
     let mut world = World::new(16_384, EngineSettings { chunk_budget: 2_048, itl_max, ..SETTINGS });
     world.device = device;
@@ -45,7 +45,7 @@ fn longest_step(itl_max: Option<Duration>) -> (Duration, Duration, Duration) {
 }
 
 #[test]
-fn prompts_leave_answers_their_time_between_tokens() {
+fn steps_with_prompts_do_not_exceed_the_limit_on_the_time_between_tokens() {
     let answers_alone = device(0, 2);
     for (itl_max, expected_ms) in [(None, 99.2), (Some(40), 40.0), (Some(25), 25.0), (Some(8), 20.4)] {
         let (longest, mixed, prompts) = longest_step(itl_max.map(Duration::from_millis));

@@ -80,7 +80,7 @@ fn unhindered(regex: &str, job: Generate) -> Vec<TokenId> {
 }
 
 #[test]
-fn sample_whose_mask_is_late_delays_no_other_and_continues_with_the_same_tokens() {
+fn sample_with_a_late_mask_delays_no_other_sample_and_has_the_same_tokens() {
     let job = |seed| {
         let job = generate(prompt("what", 40), 30);
         Generate { sampling: Sampling { seed, ..job.sampling.clone() }, ..job }
@@ -104,7 +104,7 @@ fn sample_whose_mask_is_late_delays_no_other_and_continues_with_the_same_tokens(
 }
 
 #[test]
-fn resumed_and_preempted_samples_whose_masks_are_late_continue_with_the_same_tokens() {
+fn resumed_and_preempted_samples_with_late_masks_have_the_same_tokens() {
     let job = generate(prompt("how", 40), 30);
     let whole = unhindered(GATED, job.clone());
     let gate = Gate::default();
@@ -130,7 +130,7 @@ fn resumed_and_preempted_samples_whose_masks_are_late_continue_with_the_same_tok
 }
 
 #[test]
-fn step_is_made_at_most_once_for_each_late_mask() {
+fn each_late_mask_costs_at_most_one_step() {
     let gate = Gate::default();
     let mut masks = Masks::new(World::new(4_096, SETTINGS), &gate);
     masks.generate(0, GATED, generate(prompt("all", 40), 30));
@@ -146,7 +146,7 @@ fn step_is_made_at_most_once_for_each_late_mask() {
 }
 
 #[test]
-fn panic_in_a_mask_refuses_its_request_and_no_other() {
+fn panic_while_a_mask_is_computed_refuses_only_the_request_of_that_mask() {
     let gate = Gate::default();
     gate.open();
     let mut masks = Masks::new(World::new(4_096, SETTINGS), &gate);

@@ -26,7 +26,7 @@ fn paused_job_resumes_with_the_same_text_while_other_jobs_run() {
 }
 
 #[test]
-fn paused_job_is_preempted_for_growing_and_for_new_sequences() {
+fn paused_job_is_preempted_if_growing_or_new_sequences_need_blocks() {
     for comes in [false, true] {
         let mut world = World::new(8, EngineSettings { batch_max: 2, ..SETTINGS });
         let paused = generate(prompt("gives way", 60), 40);
@@ -50,7 +50,7 @@ fn paused_job_is_preempted_for_growing_and_for_new_sequences() {
 }
 
 #[test]
-fn paused_jobs_do_not_count_toward_a_full_batch() {
+fn paused_jobs_take_no_places_in_the_batch() {
     let mut world = World::new(64, EngineSettings { batch_max: 2, ..SETTINGS });
     let job = |id: u64| generate(prompt(["a", "b", "c", "d"][id as usize], 20), 30);
     for id in 0..2 {

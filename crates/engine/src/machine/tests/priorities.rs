@@ -3,8 +3,8 @@
 use super::*;
 
 impl World {
-    /// Checks that a step with room for more tokens of prompts leaves out only prompts that one of its requests without a first token outranks, and that
-    /// there are not too many such steps.
+    /// Checks that a step whose budget is not spent leaves out only prompts that are outranked by one of the step's requests without a first token,
+    /// and that there are not too many such steps.
     pub(super) fn check_left_out(&mut self, plan: &Plan) {
         let Machine { running, settings, .. } = &self.machine;
         let decodes = plan.chunks.iter().filter(|chunk| running[chunk.sequence].is_decoding()).count();
@@ -79,7 +79,7 @@ fn prompts_are_computed_by_priority_within_their_account() {
 }
 
 #[test]
-fn priority_of_a_client_does_not_delay_other_accounts_and_that_of_the_operator_does() {
+fn only_priorities_that_the_operator_sets_delay_other_accounts() {
     for (across, expected) in [(0, [0, 9, 1, 2]), (-1, [0, 1, 2, 9])] {
         let mut world = World::new(512, EngineSettings { chunk_budget: 256, ..SETTINGS });
         for id in 0..3 {
@@ -118,8 +118,8 @@ fn request_that_outranks_a_running_one_gets_its_place_in_a_full_batch() {
 }
 
 #[test]
-fn outranked_sequences_release_their_blocks_and_better_ones_do_not() {
-    // A cache of 20 blocks. Each of the first two requests has nine.
+fn only_outranked_sequences_release_their_blocks_to_a_request() {
+    // The cache has 20 blocks. Each of the first two requests has nine of them.
     let start = || {
         let mut world = World::new(20, SETTINGS);
         submit(&mut world, 0, ranked(0, -1, answer("the first one", 130, 14)));
@@ -162,7 +162,7 @@ fn growth_revokes_outranked_reservations_only() {
     }
 }
 
-/// While requests of a better priority arrive all the time, the worst request gets its place, its share of prompt tokens and its blocks soon after
+/// While requests that outrank it arrive all the time, the last request gets its place, its share of prompt tokens and its blocks soon after
 /// [`EXEMPT_AFTER`].
 #[test]
 fn outranked_request_does_not_starve() {
@@ -172,7 +172,7 @@ fn outranked_request_does_not_starve() {
         let worst = ranked(1, 1, answer("the worst one", len, 20));
         let mut next = 1;
         let feed = |world: &mut World, next: &mut JobId| {
-            // There is always more work of the better priority than a step can do.
+            // The requests that outrank it always have more work than a step can do.
             while world.machine.waiting.len() < 8 {
                 submit(world, *next, answer(&format!("{next} of many"), 60, 4));
                 *next += 1;
@@ -193,7 +193,8 @@ fn outranked_request_does_not_starve() {
         while generated(&world, id) < 20 {
             feed(&mut world, &mut next);
             assert!(world.step());
-            // It gets an eighth of the 64 tokens of a step, waits for the blocks of answers of a few steps, and generates a token a step.
+            // The exempt request gets an eighth of the 64 tokens of a step, waits a few steps for the blocks of answers, and generates one token per
+            // step.
             assert!(world.steps - before < len / 8 + 60, "{batch_max} {capacity}: {:?}", world.machine.load());
         }
         assert_eq!(world.tokens(id, 0), alone(worst)[0]);
@@ -203,7 +204,7 @@ fn outranked_request_does_not_starve() {
 }
 
 #[test]
-fn exempt_request_delays_better_ones_by_its_share_only() {
+fn exempt_request_gets_only_its_share_of_the_prompt_tokens() {
     let mut world = World::new(1_024, EngineSettings { batch_max: 8, chunk_budget: 256, ..SETTINGS });
     submit(&mut world, 0, ranked(1, 1, answer("a whole book", 8_000, 1)));
     world.now += EXEMPT_AFTER;
@@ -211,18 +212,18 @@ fn exempt_request_delays_better_ones_by_its_share_only() {
     submit(&mut world, 1, answer("a question", 1_000, 1));
     let before = world.steps;
     first_tokens(&mut world, &[1]);
-    // Of the 256 tokens of a step, the question gets all but 32, and a step more samples.
+    // Of the 256 tokens of a step, the question gets all but 32. One more step samples its first token.
     assert_eq!(world.steps - before, 999_usize.div_ceil(256 - 32) + 1);
     world.run();
     world.assert_idle();
 }
 
 #[test]
-fn outranked_prompts_are_left_out_of_steps_up_to_the_first_token() {
+fn outranked_prompts_are_left_out_of_steps_until_the_urgent_prompt_has_its_first_token() {
     let of = |account: &str, job: Generate| Generate { account: account.to_owned(), ..job };
     let book = |account| of(account, answer("a book of a thousand tokens", 1_000, 1));
     let urgent = || of("a", answer("urgent", 101, 2));
-    // A step has at most 64 tokens, one of which is of an answer. The urgent prompt has 100 tokens before its last one.
+    // A step has at most 64 tokens, one of which belongs to an answer. The urgent prompt has 100 tokens before its last one.
     for (name, book, urgent, expected) in [
         ("prompts of equal priority share steps", ranked(0, 0, book("a")), ranked(0, 0, urgent()), [64, 64, 64]),
         ("a prompt of the same account is left out", ranked(0, 0, book("a")), ranked(0, -1, urgent()), [64, 38, 2]),
@@ -248,10 +249,9 @@ fn outranked_prompts_are_left_out_of_steps_up_to_the_first_token() {
     }
 }
 
-/// Prompts of a better rank arrive in every step and need a small part of it. The prompts of three accounts that they outrank have half of the steps, in
-/// turn.
+/// Urgent prompts arrive in every step and need a small part of it. The outranked prompts of three accounts get half of the steps, in rotation.
 #[test]
-fn outranked_prompts_share_every_second_step_while_urgent_ones_arrive_all_the_time() {
+fn outranked_prompts_get_every_second_step_while_urgent_ones_arrive_all_the_time() {
     let mut world = World::new(1_024, EngineSettings { chunk_budget: 256, ..SETTINGS });
     let mut computed = [0; 3];
     for (id, account) in (0..).zip(["a", "b", "c"]) {

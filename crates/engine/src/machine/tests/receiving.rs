@@ -22,8 +22,8 @@ impl World {
         Ok(Writing { ticket, indices: indices.to_vec(), blocks })
     }
 
-    /// Writes the blocks of `kv` and ends the write. Indices that `kv` lacks are filled with other bytes. `whole` says whether all blocks count as
-    /// written.
+    /// Writes the blocks of `kv` and ends the write. Blocks that `kv` lacks are filled with other bytes. `whole` says whether the write is ended as
+    /// complete.
     pub(super) fn end(&mut self, writing: Writing, kv: &[(u32, Bytes)], whole: bool) {
         let Writing { ticket, indices, blocks } = writing;
         let garbage = Bytes::from(vec![0xAA; self.engine.describe().block_bytes]);
@@ -80,7 +80,7 @@ fn concurrently_written_blocks_are_used_only_after_confirmation() {
 }
 
 #[test]
-fn failed_concurrent_write_may_be_repeated() {
+fn blocks_of_a_failed_concurrent_write_may_be_written_again() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let kv = kv(&job.prompt);
@@ -96,7 +96,7 @@ fn failed_concurrent_write_may_be_repeated() {
 }
 
 #[test]
-fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
+fn blocks_stay_in_use_until_their_write_has_ended_even_if_the_job_ends_earlier() {
     for fails in [false, true] {
         // The cache has only as many blocks as one such prompt and its answer need.
         let mut world = World::new(8, SETTINGS);

@@ -113,7 +113,7 @@ fn reservation_ended_by_a_refused_write_keeps_blocks_being_written() {
 }
 
 #[test]
-fn number_of_remembered_spent_tickets_is_bounded() {
+fn number_of_kept_spent_tickets_is_bounded() {
     let mut world = World::new(64, SETTINGS);
     let mut tickets = Vec::new();
     for job in 0..1_025 {

@@ -100,7 +100,7 @@ proptest! {
 
     /// Each sample's text equals that of the same job running alone, however the job is interrupted and however small the cache is.
     #[test]
-    fn resumption_at_any_token_gives_the_same_text(
+    fn job_resumed_at_any_token_has_the_same_text(
         len in 1..70usize,
         max_tokens in 1..50u32,
         seed in 0..8u64,

@@ -9,11 +9,11 @@ use crate::chat::{Message, Role};
 /// Where a template renders system messages, in their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SystemPlaces {
-    /// It renders none.
+    /// The template renders no system messages.
     Never,
-    /// It renders one, as the first message.
+    /// The template renders one system message, which is the first message.
     First,
-    /// It renders them everywhere.
+    /// The template renders system messages everywhere.
     #[default]
     Anywhere,
 }
@@ -37,16 +37,16 @@ pub(super) fn after_results(messages: &mut Vec<Message>) {
 }
 
 /// Changes the system messages that the template cannot render. Those at the head become one message, if the template renders one there. All others
-/// become texts of the user, with a mark. After a tool's result, the text becomes a part of the result: as a message of its own it would be the last
-/// question, before which many templates leave out reasoning. If user and assistant have to alternate (`alternates`), the text becomes a part of the
-/// user's message before it, or of the message after it if the one before is the assistant's; and a further message of the user becomes a part of the
-/// one before.
+/// become texts of the user, with a mark. After a tool's result, the text is appended to the result: as a message of its own it would be the last
+/// question, and many templates leave out the reasoning before the last question. If user and assistant have to alternate (`alternates`), the text
+/// is appended to a preceding message of the user, or else put before the user's next message; and a message of the user that follows one of the
+/// user or a tool is appended to it.
 pub(super) fn place(messages: &mut Vec<Message>, places: SystemPlaces, alternates: bool) {
     if places == SystemPlaces::Anywhere && !alternates {
         return;
     }
     let mut placed: Vec<Message> = Vec::with_capacity(messages.len());
-    // A text that becomes a part of the next message.
+    // The marked text of system messages that becomes the beginning of the user's next message.
     let mut waiting: Option<Message> = None;
     for message in messages.drain(..) {
         let is_head = placed.iter().all(|placed| placed.role == Role::System) && waiting.is_none();
@@ -139,7 +139,7 @@ mod tests {
         assert_eq!(placed(&["s:A", "a:1"], Never, true), [format!("u:{a}"), "a:1".to_owned()]);
     }
 
-    /// What a turn has sent stays the same in all later turns, so that its KV is found again.
+    /// The messages that one turn has sent stay the same in all later turns, so that their KV is found in the prefix cache.
     #[test]
     fn earlier_messages_do_not_change_when_the_conversation_continues() {
         let mut random = 1_u64;

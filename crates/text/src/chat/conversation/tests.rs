@@ -81,7 +81,7 @@ fn template_without_tools_receives_tools_as_texts() {
 }
 
 #[test]
-fn every_text_of_the_client_is_visited() {
+fn for_each_text_visits_every_text_of_the_client() {
     let mut conversation = conversation();
     conversation.messages[1].name = Some("n".to_owned());
     conversation.template.documents = vec![json!({ "k": ["v", 1] })];

@@ -10,8 +10,8 @@ use super::{
 use crate::chat::{ToolChoice, Tools};
 use std::sync::Arc;
 
-/// Up to this many bytes, the beginning of a call is parsed again with every chunk. A longer beginning is parsed again only with a chunk that may end
-/// it.
+/// While an incomplete call has at most this many bytes, it is parsed again with every chunk. A longer one is parsed again only when a chunk has a
+/// character that may complete it.
 const EAGER_BYTES_MAX: usize = 4096;
 
 pub(super) struct Calls {
@@ -27,9 +27,9 @@ pub(super) struct Calls {
     /// The names of the special tokens in the text. They are tags and never content.
     specials: Vec<String>,
     count: usize,
-    /// Whether the answer has content or a call.
+    /// Whether the answer has content or a call so far.
     begun: bool,
-    /// Whether the latest piece was a call.
+    /// Whether the text follows directly after a call.
     follows_call: bool,
     is_ended: bool,
 }

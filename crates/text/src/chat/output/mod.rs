@@ -1,6 +1,6 @@
 //! Splits a model's text into reasoning, content and tool calls while it is generated.
 //!
-//! The pieces do not depend on how the text is split into chunks, so a streamed answer and a whole answer are equal. Text is held back only while it
+//! The result does not depend on how the text is split into chunks, so streamed and not streamed answers are equal. Text is held back only while it
 //! may be the beginning of a tag or of a tool call. Text that looks like a tool call at first and turns out to be none becomes content.
 
 mod calls;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 /// The settings of splitting an answer.
 #[derive(Clone, Debug, Default)]
 pub struct OutputFormat {
-    /// How reasoning is split off.
+    /// How reasoning is separated from the answer.
     pub reasoning: ReasoningFormat,
     /// How tool calls are found.
     pub tools: ToolFormat,
@@ -43,7 +43,7 @@ pub struct ReasoningFormat {
 pub struct ToolFormat {
     /// How the model writes tool calls.
     pub parser: ToolCallParser,
-    /// The tools that it may call.
+    /// The tools that the model may call.
     pub tools: Arc<Tools>,
 }
 
@@ -55,7 +55,7 @@ impl OutputFormat {
     }
 }
 
-/// Splits the text of one sample into pieces.
+/// Splits the text of one sample into deltas of reasoning, content and tool calls.
 pub struct OutputParser {
     reasoning: Option<ReasoningSplitter>,
     hides_reasoning: bool,

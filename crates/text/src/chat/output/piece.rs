@@ -1,6 +1,6 @@
-//! The pieces of an answer.
+//! The deltas of an answer.
 
-/// A piece of a sample's answer. All endpoints that answer conversations write their answers from pieces.
+/// A delta of a sample's answer. All endpoints that answer conversations convert these deltas to their own formats.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Piece {
     /// A part of the reasoning.
@@ -16,7 +16,7 @@ pub enum Piece {
         /// The tool's name.
         name: String,
     },
-    /// A part of the JSON text of a call's arguments. The arguments are all parts together.
+    /// A part of the JSON text of a call's arguments, which is the concatenation of all these parts.
     Arguments {
         /// The number of the call.
         index: usize,
@@ -25,7 +25,7 @@ pub enum Piece {
     },
 }
 
-/// Pieces in order. Texts of the same kind are joined.
+/// Deltas in order. Consecutive texts of the same kind are joined.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Pieces(Vec<Piece>);
 
@@ -36,7 +36,7 @@ impl From<Vec<Piece>> for Pieces {
 }
 
 impl Pieces {
-    /// Returns the pieces.
+    /// Returns the deltas in order.
     pub fn into_vec(self) -> Vec<Piece> {
         self.0
     }

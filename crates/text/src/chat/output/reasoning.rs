@@ -50,7 +50,7 @@ impl ReasoningParser {
         self.tags().is_some_and(|(open, _)| text.trim_end().ends_with(open))
     }
 
-    /// Returns whether the text begins reasoning and does not end it.
+    /// Returns whether the text ends within reasoning: its last opening tag has no closing tag.
     pub fn is_left_open(self, text: &str) -> bool {
         self.tags().is_some_and(|(open, close)| text.rfind(open) > text.rfind(close))
     }
@@ -90,7 +90,7 @@ impl ReasoningSplitter {
         matches!(self.state, ReasoningState::Closed | ReasoningState::After)
     }
 
-    /// Returns whether the special token with this name is a tag at this point of the text.
+    /// Returns whether the special token with this name would open or close reasoning at this point of the text.
     pub(super) fn wants(&self, name: &str) -> bool {
         match self.state {
             ReasoningState::Before => name == self.tags.0,

@@ -33,7 +33,7 @@ fn described(pieces: Vec<Piece>) -> Vec<String> {
     pieces.into_iter().map(piece).collect()
 }
 
-/// Returns the pieces of a text that arrives in these chunks. A chunk that begins with `\0` is the name of a special token.
+/// Returns the deltas of a text that arrives in these chunks. A chunk that begins with `\0` is the name of a special token.
 fn split<'a>(format: &OutputFormat, chunks: impl IntoIterator<Item = &'a str>) -> Vec<String> {
     let (mut parser, mut pieces) = (OutputParser::new(format), Pieces::default());
     for chunk in chunks {
@@ -46,7 +46,7 @@ fn split<'a>(format: &OutputFormat, chunks: impl IntoIterator<Item = &'a str>) -
     described(pieces.into_vec())
 }
 
-/// Checks the pieces of the whole text, of its characters, and of each of its divisions into two or three chunks.
+/// Checks the deltas of the text if it arrives in one chunk, in single characters, and in each division into two or three chunks.
 fn check(format: &OutputFormat, text: &str, expected: &[&str]) {
     assert_eq!(split(format, [text]), expected, "{text}");
     let cuts: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();

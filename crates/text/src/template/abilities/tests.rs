@@ -39,7 +39,7 @@ fn probes_find_out_how_a_template_reads_tool_calls() {
 fn template_without_tools_or_system_message_is_recognized() {
     let plain = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}";
     assert_eq!(abilities(plain), Abilities::default());
-    // The template shows the list of tools, but neither calls nor results.
+    // The template renders the list of tools, but neither calls nor results.
     let half = format!("{HEAD}{{% for m in messages %}}{{{{ m.role }}}}{{% endfor %}}");
     assert_eq!(abilities(&half).tools, None);
     let gemma = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}";
@@ -84,7 +84,7 @@ fn system_messages_are_rendered_in_place_by_all_templates() {
         let find = |text: &str| last.find(text).unwrap_or_else(|| panic!("{name} does not render {text}"));
         let places: Vec<usize> = all.iter().map(|(_, text)| find(text)).skip(if moves_head { 2 } else { 0 }).collect();
         assert!(places.is_sorted(), "{name}: {last}");
-        // Each turn's prompt is the beginning of the next one's, but for what begins the answer.
+        // Each turn's prompt, without its generation prompt, is the beginning of the next turn's prompt.
         let first = render(&all[..4], false);
         assert!(moves_head || last.starts_with(first.trim_end()), "{name}:\n{first}\n\n{last}");
         found.insert(name, (abilities.system, abilities.alternates));
@@ -106,7 +106,7 @@ fn system_messages_are_rendered_in_place_by_all_templates() {
 
 /// An agent's turns: calls with reasoning, results, and system messages before and after the results.
 #[test]
-fn turns_of_an_agent_begin_with_the_turns_before_in_all_templates() {
+fn prompt_of_each_agent_turn_is_a_prefix_of_the_next_in_all_templates() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ci/goldens/templates");
     let files = fs::read_dir(folder).expect("the folder is readable").flatten();
     let mut compared = 0;

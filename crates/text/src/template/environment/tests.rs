@@ -134,7 +134,7 @@ fn conversations_have_the_texts_and_tokens_of_transformers() {
 }
 
 #[test]
-fn parts_of_the_language_render_as_in_transformers() {
+fn constructs_of_the_template_language_render_as_in_transformers() {
     let goldens = goldens();
     assert_eq!(clock().datetime().to_string(), goldens.now);
     let found = goldens.snippets.iter().filter_map(|(source, golden)| {

@@ -21,7 +21,7 @@ fn render(source: &str) -> Result<String, String> {
 }
 
 #[test]
-fn checks_change_neither_values_nor_white_space() {
+fn limit_checks_change_neither_rendered_values_nor_white_space() {
     for (source, text) in [
         ("{% set a = 1 %}{{ a }}", "1"),
         ("{% set a = 1, 'b' -%}\n {{ a }}{% set b = 2, %}{{ b }}", "(1, 'b')(2,)"),
@@ -103,14 +103,14 @@ fn value_nested_without_limit_is_refused() {
 }
 
 #[test]
-fn values_that_are_computed_when_they_are_read_do_not_nest() {
+fn lazily_computed_values_do_not_nest() {
     let sliced = "{% set ns = namespace(v=[1, 2]) %}{% for i in range(90000) %}{% set ns.v = ns.v[0:] %}{% endfor %}{{ ns.v }}";
     assert_eq!(render(sliced).as_deref(), Ok("[1, 2]"));
 }
 
-/// Each of these would take gigabytes or minutes, and the trigger is not in the conversations that try the template at start.
+/// Each of these templates would take gigabytes or minutes, but not for the conversations that are rendered when a template is loaded.
 #[test]
-fn work_and_memory_are_bounded() {
+fn work_and_memory_of_a_rendering_are_bounded() {
     const MEGABYTE: &str = "{% set mb = 'x\ny ' * 250000 %}";
     let many = |count: usize, body: &str| (0..count).map(|number| body.replace('#', &number.to_string())).collect::<String>();
     let times = |count: usize, body: &str| {

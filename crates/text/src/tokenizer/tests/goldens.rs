@@ -158,7 +158,7 @@ fn pre_tokenizers_of_gguf_files_give_the_ids_of_the_same_tokenizer_json() {
 }
 
 #[test]
-fn sentence_piece_of_gguf_files_gives_its_ids_and_texts() {
+fn gguf_tokenizers_give_the_ids_and_texts_of_sentence_piece() {
     let goldens = goldens();
     let texts = goldens.texts();
     for (name, golden) in &goldens.gguf {
@@ -261,7 +261,7 @@ fn byte_level_tokenizers_need_no_library() {
 }
 
 #[test]
-fn remembered_encodings_give_the_same_ids_wherever_a_conversation_is_cut() {
+fn cached_encodings_give_the_same_ids_wherever_a_conversation_is_cut() {
     let goldens = goldens();
     let mut number = numbers();
     for (name, tokenizer) in goldens.tokenizers() {
@@ -295,7 +295,7 @@ fn remembered_encodings_give_the_same_ids_wherever_a_conversation_is_cut() {
 /// Compares with the ids of the models' own tokenizers, which llama.cpp stores with their vocabularies in the folder `models` of its repository.
 #[test]
 #[ignore = "needs TANDEM_VOCABULARIES, a folder with llama.cpp's ggml-vocab-*.gguf, .inp and .out files"]
-fn vocabularies_of_real_models_give_their_ids() {
+fn vocabularies_of_real_models_give_the_ids_of_their_own_tokenizers() {
     const NAMES: [&str; 12] = [
         "llama-spm",
         "phi-3",
