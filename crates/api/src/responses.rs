@@ -262,22 +262,26 @@ impl Item {
         is_result.then(|| format!("input.{kind}"))
     }
 
+    fn role(&self, param: &str) -> Result<Role, RequestError> {
+        match self.role.as_deref() {
+            None => Err(RequestError::invalid(param, Problem::Missing)),
+            Some("system" | "developer") => Ok(Role::System),
+            Some("user") => Ok(Role::User),
+            Some("assistant") => Ok(Role::Assistant),
+            Some(_) => {
+                let allowed = "'system', 'developer', 'user', 'assistant'";
+                Err(RequestError::invalid(param, Problem::Choice { allowed }))
+            }
+        }
+    }
+
     /// Adds the item to the messages. Consecutive items of the assistant are one message: its reasoning, its text and its calls.
     fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), RequestError> {
         let param = |field: &str| format!("{at}.{field}");
         let missing = |field: &str| RequestError::invalid(param(field), Problem::Missing);
         match self.kind.as_deref() {
             None | Some("message") => {
-                let role = match self.role.as_deref() {
-                    None => return Err(missing("role")),
-                    Some("system" | "developer") => Role::System,
-                    Some("user") => Role::User,
-                    Some("assistant") => Role::Assistant,
-                    Some(_) => {
-                        let allowed = "'system', 'developer', 'user', 'assistant'";
-                        return Err(RequestError::invalid(param("role"), Problem::Choice { allowed }));
-                    }
-                };
+                let role = self.role(&param("role"))?;
                 let kinds: &[&str] = match role {
                     Role::Assistant => &["output_text", "input_text", "text", "refusal"],
                     _ => &["input_text", "output_text", "text"],
@@ -301,17 +305,14 @@ impl Item {
                         .add_reasoning(&text);
                 }
             }
-            Some("function_call") => {
+            Some(kind @ ("function_call" | "custom_tool_call")) => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
                 let name = visible(self.namespace.as_deref(), &self.name.ok_or_else(|| missing("name"))?);
-                let arguments = ToolCall::arguments(self.arguments.as_str().ok_or_else(|| missing("arguments"))?);
-                assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
-            }
-            Some("custom_tool_call") => {
-                let id = self.call_id.ok_or_else(|| missing("call_id"))?;
-                let name = visible(self.namespace.as_deref(), &self.name.ok_or_else(|| missing("name"))?);
-                let input = self.input.ok_or_else(|| missing("input"))?;
-                let arguments = Map::from_iter([(INPUT.to_owned(), input.into())]);
+                let arguments = if kind == "function_call" {
+                    ToolCall::arguments(self.arguments.as_str().ok_or_else(|| missing("arguments"))?)
+                } else {
+                    Map::from_iter([(INPUT.to_owned(), self.input.ok_or_else(|| missing("input"))?.into())])
+                };
                 assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }
             Some("function_call_output" | "custom_tool_call_output") => {
