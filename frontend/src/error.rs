@@ -10,7 +10,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::sync::Arc;
-use tandem_api::{Problem, RequestError, answer::Failure, shortened};
+use tandem_api::{Problem, RequestError, answer::AnswerFailure, shortened};
 use tandem_proto::v1::FailureReason;
 
 /// The header with which a server says whether OpenAI's and Anthropic's clients may repeat a request.
@@ -167,11 +167,11 @@ impl ApiError {
     }
 
     /// Returns the error as the formats of answers write it.
-    pub(crate) fn failure(&self) -> Failure<'_> {
+    pub(crate) fn failure(&self) -> AnswerFailure<'_> {
         let Parts { status, kind, param, code, retry_after } = self.parts();
         let request = if let Self::Request(error) = self { Some(error) } else { None };
         let message = shortened(&self.to_string()).into_owned();
-        Failure { status: status.as_u16(), kind, message, param, code, retry_after, request }
+        AnswerFailure { status: status.as_u16(), kind, message, param, code, retry_after, request }
     }
 }
 

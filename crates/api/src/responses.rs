@@ -7,7 +7,7 @@ use super::{
     messages::Content,
     names::ParamNames,
     parameters::{ChatRequest, ResponsesRequest},
-    responses_fields::{INCLUDE_MAX, Input, Item},
+    responses_fields::{INCLUDE_MAX, Item, ResponsesInput},
     tools::{RawChoice, RawTools},
 };
 use crate::error::{Problem, RequestError, at_most};
@@ -198,12 +198,16 @@ fn chat_choice(choice: Value) -> Result<RawChoice, RequestError> {
 }
 
 /// Converts the instructions and the input to messages.
-fn messages(instructions: Option<&str>, input: Option<Input>, left_out: &mut Vec<String>) -> Result<Vec<Message>, RequestError> {
+fn messages(
+    instructions: Option<&str>,
+    input: Option<ResponsesInput>,
+    left_out: &mut Vec<String>,
+) -> Result<Vec<Message>, RequestError> {
     let mut messages: Vec<Message> = instructions.map(|text| Message::new(Role::System, text)).into_iter().collect();
     match input.ok_or_else(|| RequestError::invalid("input", Problem::Missing))? {
-        Input::Text(text) => messages.push(Message::new(Role::User, text)),
-        Input::Items(Bounded(items)) if items.is_empty() => return Err(RequestError::invalid("input", Problem::Empty)),
-        Input::Items(Bounded(items)) => {
+        ResponsesInput::Text(text) => messages.push(Message::new(Role::User, text)),
+        ResponsesInput::Items(Bounded(items)) if items.is_empty() => return Err(RequestError::invalid("input", Problem::Empty)),
+        ResponsesInput::Items(Bounded(items)) => {
             at_most("input", items.len(), MESSAGES_MAX, "items")?;
             let before = messages.len();
             let mut skipped = HashSet::new();

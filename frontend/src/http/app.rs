@@ -2,12 +2,12 @@
 
 use super::{body::Bodies, trust::Trust};
 use crate::{
-    admission::{self, Admission, Client},
+    admission::{Admission, Client, SequenceLimits},
     audit::LastAudit,
     calls::CallLog,
     clock::unix_time,
     cores::Cores,
-    dispatch::{Dispatcher, Limits, Routers},
+    dispatch::{AttemptLimits, Dispatcher, Routers},
     error::ApiError,
     keys::{self, Key, KeyCache, Keys},
     metrics::{FrontendMetrics, encodings},
@@ -104,7 +104,7 @@ impl App {
         };
         let models = Models::new(settings.models, &identity);
         let hash_key = network.key().hash_key();
-        let limits = Limits {
+        let limits = AttemptLimits {
             attempts: settings.attempts,
             attempt_timeout: settings.attempt_timeout,
             first_token_timeout: settings.first_token_timeout,
@@ -118,7 +118,7 @@ impl App {
         // One client may use half of the budget, so a larger body can never be read. It is refused with 413, because a client would retry
         // after a 503.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
-        let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
+        let sequences = SequenceLimits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
             models,
             dispatcher: Arc::new(dispatcher),
