@@ -15,7 +15,7 @@ use tandem_text::ServedModel;
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The client to which [`Limits::per_client`] applies: the account if a trusted proxy names one, else the client's address.
+/// The client to which [`SequenceLimits::per_client`] applies: the account if a trusted proxy names one, else the client's address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
@@ -25,7 +25,7 @@ pub(crate) enum Client {
 
 /// Limits on the number of sequences (prompts × `n`) that run at a time.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct SequenceLimits {
     pub(crate) all: usize,
     /// The maximum number of sequences of one client; `None`: one client may use all sequences.
     pub(crate) per_client: Option<usize>,
@@ -41,7 +41,7 @@ pub(crate) struct Admission {
 }
 
 struct Sequences {
-    limits: Limits,
+    limits: SequenceLimits,
     used: Mutex<Counts<Client>>,
 }
 
@@ -68,7 +68,7 @@ pub(crate) struct Admitted {
 }
 
 impl Admission {
-    pub(crate) fn new(limits: Limits, shutdown: Shutdown, metrics: Arc<FrontendMetrics>) -> Self {
+    pub(crate) fn new(limits: SequenceLimits, shutdown: Shutdown, metrics: Arc<FrontendMetrics>) -> Self {
         let sequences = Arc::new(Sequences { limits, used: Mutex::default() });
         Self { sequences, running: TaskTracker::new(), shutdown, metrics }
     }
@@ -109,7 +109,7 @@ impl Admitted {
     /// # Errors
     /// The limit of the key, of the client or of all clients is reached.
     pub(crate) fn reserve(&mut self, client: Option<Client>, sequences: usize) -> Result<(), ApiError> {
-        let Limits { all, per_client } = self.sequences.limits;
+        let SequenceLimits { all, per_client } = self.sequences.limits;
         let client = client.zip(per_client);
         let max = client.as_ref().map_or(all, |(_, per_client)| all.min(*per_client));
         let key = self.call.key.as_ref();
@@ -174,7 +174,7 @@ mod tests {
     fn admission(all: usize, per_client: Option<usize>) -> (Admission, Metrics, Shutdown) {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let frontend = Arc::new(FrontendMetrics::new(&metrics));
-        (Admission::new(Limits { all, per_client }, shutdown.clone(), frontend), metrics, shutdown)
+        (Admission::new(SequenceLimits { all, per_client }, shutdown.clone(), frontend), metrics, shutdown)
     }
 
     fn admit(admission: &Admission, account: &str, sequences: usize) -> Result<Admitted, ApiError> {

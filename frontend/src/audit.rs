@@ -92,11 +92,11 @@ pub(crate) struct LastAudit {
     metrics: Metrics,
     /// Locked while the file is read. The lock is held even if the caller of [`LastAudit::read`] no longer waits for the result.
     reading: Arc<tokio::sync::Mutex<()>>,
-    known: Arc<Mutex<Known>>,
+    known: Arc<Mutex<KnownResult>>,
 }
 
 /// The outcome of the latest read; `None` before the first read.
-type Known = Option<Result<AuditResult, Arc<AuditResultError>>>;
+type KnownResult = Option<Result<AuditResult, Arc<AuditResultError>>>;
 
 impl LastAudit {
     /// Creates the value without reading the file. The metric of the last audit's time is 0 until a result is read, so that an alert fires
@@ -129,7 +129,7 @@ impl LastAudit {
 }
 
 /// Stores the outcome of a read, and updates the metrics. Logs a failure unless the previous read failed, too.
-fn note(found: Result<AuditResult, AuditResultError>, metrics: &Metrics, known: &Mutex<Known>) {
+fn note(found: Result<AuditResult, AuditResultError>, metrics: &Metrics, known: &Mutex<KnownResult>) {
     let mut known = known.lock();
     match &found {
         Ok(found) => {

@@ -35,11 +35,11 @@ struct Log {
 pub(crate) struct Call {
     pub(crate) key: Option<Arc<Key>>,
     /// `None`: there is no audit log.
-    record: Option<Record>,
+    record: Option<CallRecord>,
 }
 
 /// What the audit log will have about a call. Dropping this value writes the line.
-struct Record {
+struct CallRecord {
     log: CallLog,
     peer: Option<ClientNetwork>,
     since: Instant,
@@ -133,7 +133,7 @@ impl Call {
                 count: 1,
                 ..Line::default()
             };
-            Record { log: log.clone(), peer: head.peer, since: Instant::now(), line: Mutex::new(line) }
+            CallRecord { log: log.clone(), peer: head.peer, since: Instant::now(), line: Mutex::new(line) }
         });
         Self { key, record }
     }
@@ -174,7 +174,7 @@ impl Call {
     }
 }
 
-impl Drop for Record {
+impl Drop for CallRecord {
     fn drop(&mut self) {
         let line = self.line.get_mut();
         line.duration_ms = (self.since.elapsed().as_secs_f64() * 1e6).round() / 1e3;

@@ -10,7 +10,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::sync::Arc;
-use tandem_api::{Problem, RequestError, answer::Failure, shortened};
+use tandem_api::{Problem, RequestError, answer::AnswerFailure, shortened};
 use tandem_proto::v1::FailureReason;
 
 /// The header with which a server says whether OpenAI's and Anthropic's clients may repeat a request.
@@ -106,11 +106,14 @@ impl ApiError {
         let bad = |param, code| client(StatusCode::BAD_REQUEST, param, code);
         let server = |status, code| Parts { status, kind: "server_error", param: None, code: Some(code), retry_after: Some(1) };
         let unavailable = |code| server(StatusCode::SERVICE_UNAVAILABLE, code);
+        let failed = |code| Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, code) };
+        let limited = |retry_after| {
+            let (kind, code) = ("rate_limit_error", Some("rate_limit_exceeded"));
+            Parts { kind, retry_after, ..client(StatusCode::TOO_MANY_REQUESTS, None, code) }
+        };
         match self {
             Self::Request(RequestError::Busy) => unavailable("overloaded"),
-            Self::Request(RequestError::Failed) => {
-                Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error") }
-            }
+            Self::Request(RequestError::Failed) => failed("internal_error"),
             Self::Request(error) => bad(error.param(), Some(error.code())),
             Self::BodyTooLarge { .. } => client(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
             Self::BodySlow { .. } => client(StatusCode::REQUEST_TIMEOUT, None, Some("body_too_slow")),
@@ -123,11 +126,7 @@ impl ApiError {
             Self::MissingKey => client(StatusCode::UNAUTHORIZED, None, Some("missing_api_key")),
             Self::UnknownKey => client(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
             Self::ModelNotAllowed { .. } => client(StatusCode::FORBIDDEN, Some("model"), Some("model_not_allowed")),
-            Self::KeyLimit(exceeded) => Parts {
-                kind: "rate_limit_error",
-                retry_after: exceeded.retry_seconds(),
-                ..client(StatusCode::TOO_MANY_REQUESTS, None, Some("rate_limit_exceeded"))
-            },
+            Self::KeyLimit(exceeded) => limited(exceeded.retry_seconds()),
             Self::Untrusted { .. } | Self::UntrustedPage => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
@@ -137,11 +136,7 @@ impl ApiError {
             Self::Connections => unavailable("too_many_connections"),
             Self::Overloaded => unavailable("overloaded"),
             Self::TooManySequences { .. } => bad(Some("n"), Some("too_many_sequences")),
-            Self::ClientLimit { .. } => Parts {
-                kind: "rate_limit_error",
-                retry_after: Some(1),
-                ..client(StatusCode::TOO_MANY_REQUESTS, None, Some("rate_limit_exceeded"))
-            },
+            Self::ClientLimit { .. } => limited(Some(1)),
             Self::Dispatch(error) => match error {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
                 DispatchError::Overloaded { retry_after } => {
@@ -156,9 +151,7 @@ impl ApiError {
                 DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),
                 DispatchError::Timeout { .. } => server(StatusCode::GATEWAY_TIMEOUT, "first_token_timeout"),
                 DispatchError::Lost { .. } => unavailable("worker_lost"),
-                DispatchError::EndsWorkers => {
-                    Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "request_ends_workers") }
-                }
+                DispatchError::EndsWorkers => failed("request_ends_workers"),
                 DispatchError::Stopped => unavailable("draining"),
             },
         }
@@ -174,11 +167,11 @@ impl ApiError {
     }
 
     /// Returns the error as the formats of answers write it.
-    pub(crate) fn failure(&self) -> Failure<'_> {
+    pub(crate) fn failure(&self) -> AnswerFailure<'_> {
         let Parts { status, kind, param, code, retry_after } = self.parts();
         let request = if let Self::Request(error) = self { Some(error) } else { None };
         let message = shortened(&self.to_string()).into_owned();
-        Failure { status: status.as_u16(), kind, message, param, code, retry_after, request }
+        AnswerFailure { status: status.as_u16(), kind, message, param, code, retry_after, request }
     }
 }
 

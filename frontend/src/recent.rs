@@ -56,12 +56,12 @@ pub(crate) struct Refusal {
 struct Ring {
     /// How many records were added since the start, which is also the number of the newest record.
     added: u64,
-    records: VecDeque<Arc<Record>>,
+    records: VecDeque<Arc<PromptRecord>>,
 }
 
 /// The record of a prompt that ended.
 #[derive(Debug, Serialize)]
-pub(crate) struct Record {
+pub(crate) struct PromptRecord {
     /// The record's number. Records are numbered from 1 without gaps.
     number: u64,
     ended_unix_ms: u64,
@@ -149,7 +149,7 @@ impl Recent {
         self.sum(ended_unix_ms, &finished);
         let mut ring = self.ring.lock();
         ring.added += 1;
-        let record = Arc::new(Record { number: ring.added, ended_unix_ms, finished });
+        let record = Arc::new(PromptRecord { number: ring.added, ended_unix_ms, finished });
         let oldest = if ring.records.len() >= self.max { ring.records.pop_front() } else { None };
         ring.records.push_back(record);
         drop(ring);
@@ -157,7 +157,7 @@ impl Recent {
     }
 
     /// Returns the records with numbers greater than `after`, the oldest first.
-    pub(crate) fn after(&self, after: u64) -> Vec<Arc<Record>> {
+    pub(crate) fn after(&self, after: u64) -> Vec<Arc<PromptRecord>> {
         let ring = self.ring.lock();
         let new = usize::try_from(ring.added.saturating_sub(after)).unwrap_or(usize::MAX);
         ring.records.iter().skip(ring.records.len().saturating_sub(new)).cloned().collect()

@@ -79,7 +79,7 @@ impl ChatRequest {
         let template = self.template_options(names, model)?;
         let mut options = self.take_common()?.check(names, model)?;
         calls::constrain(&mut options, &tools, model.tool_call_parser)?;
-        options.sampling.logprobs = top_logprobs(self.logprobs.unwrap_or(false), self.top_logprobs)?;
+        options.sampling.logprobs = top_logprobs(self.logprobs, self.top_logprobs)?;
         options::check_logprob_tokens(&options)?;
         // Both are checked, although only the newer one counts.
         let older = self.max_tokens.map(|Whole(found)| options::token_count(names.max_tokens, found, 1)).transpose()?;
@@ -171,12 +171,13 @@ fn set_reasoning_effort(
     Ok(())
 }
 
-fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, RequestError> {
+fn top_logprobs(logprobs: Option<bool>, top: Option<Whole>) -> Result<Option<u32>, RequestError> {
     let alternatives = options::alternatives("top_logprobs", top.map_or(0, |Whole(top)| top))?;
-    if top.is_some() && !logprobs {
+    let wanted = logprobs == Some(true);
+    if top.is_some() && !wanted {
         return Err(RequestError::invalid("top_logprobs", Problem::Rule { rule: "is only allowed when 'logprobs' is true" }));
     }
-    Ok(logprobs.then_some(alternatives))
+    Ok(wanted.then_some(alternatives))
 }
 
 impl Chat {

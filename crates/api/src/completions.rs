@@ -27,12 +27,9 @@ pub struct Completion {
     pub echo: bool,
     /// The prompts, at least one.
     pub prompts: Vec<Input>,
-    /// Whether a text begins with the model's beginning-of-sequence token.
-    pub adds_bos: bool,
+    /// The beginning-of-sequence token with which a text begins, if it does.
+    pub bos: Option<TokenId>,
 }
-
-/// A prompt's tokens and, if it is to be echoed, its text.
-pub type Encoded = (Vec<TokenId>, Option<String>);
 
 impl CompletionRequest {
     /// Checks the request.
@@ -41,9 +38,9 @@ impl CompletionRequest {
     /// A parameter is missing, out of range or not supported.
     pub fn check(mut self, model: &ServedModel) -> Result<Completion, RequestError> {
         let Prompts(prompts) = self.prompt.take().ok_or_else(|| RequestError::invalid("prompt", Problem::Missing))?;
-        let adds_bos = self.add_special_tokens.unwrap_or(true);
+        let bos = model.bos.filter(|_| self.add_special_tokens.unwrap_or(true));
         let is_empty = |input: &Input| match input {
-            Input::Text(text) => text.is_empty() && (model.bos.is_none() || !adds_bos),
+            Input::Text(text) => text.is_empty() && bos.is_none(),
             Input::Tokens(tokens) => tokens.is_empty(),
         };
         if prompts.is_empty() || prompts.iter().any(is_empty) {
@@ -70,7 +67,7 @@ impl CompletionRequest {
         };
         options::check_min_tokens(&options, Some(max_tokens))?;
         options.sampling.max_tokens = Some(max_tokens);
-        Ok(Completion { options, max_tokens, echo, prompts, adds_bos })
+        Ok(Completion { options, max_tokens, echo, prompts, bos })
     }
 }
 
@@ -83,27 +80,23 @@ impl Input {
         }
     }
 
-    /// Encodes the prompt. Also returns its text if the prompt is to be echoed.
+    /// Encodes the prompt. Also returns its text if it has one.
     ///
     /// # Errors
     /// The tokenizer fails.
     pub fn encode(
         self,
-        echo: bool,
-        adds_bos: bool,
+        bos: Option<TokenId>,
         model: &ServedModel,
         encodings: &NamespaceEncodings,
-    ) -> Result<Encoded, RequestError> {
+    ) -> Result<(Vec<TokenId>, Option<String>), RequestError> {
         match self {
             Self::Text(text) => {
                 let encoded =
                     model.tokenizer.encode_prompt(&text, None, encodings).map_err(|_: EncodeError| RequestError::Failed)?;
-                Ok((model.bos.filter(|_| adds_bos).into_iter().chain(encoded).collect(), echo.then_some(text)))
+                Ok((bos.into_iter().chain(encoded).collect(), Some(text)))
             }
-            Self::Tokens(tokens) => {
-                let text = echo.then(|| model.tokenizer.decode(&tokens));
-                Ok((tokens, text))
-            }
+            Self::Tokens(tokens) => Ok((tokens, None)),
         }
     }
 }

@@ -102,7 +102,7 @@ impl GenerateRequest {
         }
         params.without_text();
         let (max_tokens, logprobs) = (params.max_tokens, params.logprobs);
-        let stream = options::stream(self.stream.unwrap_or(false), self.stream_options)?;
+        let stream = options::stream(self.stream, self.stream_options)?;
         let cache_salt = options::cache_salt(self.cache_salt)?;
         let priority = options::priority(self.priority)?;
         let mut checked = || {

@@ -39,11 +39,11 @@ struct RawCall {
     id: Option<String>,
     #[serde(rename = "type")]
     kind: Option<String>,
-    function: Option<RawFunction>,
+    function: Option<CalledFunction>,
 }
 
 #[derive(Deserialize)]
-struct RawFunction {
+struct CalledFunction {
     name: Option<String>,
     /// JSON text in OpenAI's API; some clients send the object.
     #[serde(default)]

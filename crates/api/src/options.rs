@@ -225,7 +225,7 @@ impl Common {
             logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
             // Without a client's seed, the seed is random, so that equal requests get different answers.
             seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |Whole(seed)| seed as u64),
-            stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos.unwrap_or(false), model)?,
+            stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos, model)?,
             logprobs: None,
             allowed_token_ids: self.allowed_token_ids.map_or_else(|| Ok(Vec::new()), |given| allowed_tokens(given, model))?,
             bad_words: bad_words(self.bad_words.unwrap_or_default(), model)?,
@@ -238,7 +238,7 @@ impl Common {
             special_tokens: !self.skip_special_tokens.unwrap_or(true),
             absent: !self.detokenize.unwrap_or(true),
         };
-        let stream = stream(self.stream.unwrap_or(false), self.stream_options)?;
+        let stream = stream(self.stream, self.stream_options)?;
         let prompt_logprobs = self.prompt_logprobs.map(|Whole(found)| alternatives("prompt_logprobs", found)).transpose()?;
         check_prompt_logprobs(prompt_logprobs, stream)?;
         let mut options = Options {
@@ -287,8 +287,12 @@ fn token_ids<const MAX: usize>(
     ids.ok_or_else(|| RequestError::invalid(param, Problem::Vocabulary { vocab_size }))
 }
 
-fn stop_tokens(given: Bounded<Whole, STOP_TOKENS_MAX>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, RequestError> {
-    let own = if ignore_eos { &[] } else { model.stop_tokens.as_slice() };
+fn stop_tokens(
+    given: Bounded<Whole, STOP_TOKENS_MAX>,
+    ignore_eos: Option<bool>,
+    model: &ServedModel,
+) -> Result<Vec<u32>, RequestError> {
+    let own = if ignore_eos == Some(true) { &[] } else { model.stop_tokens.as_slice() };
     Ok([own, &token_ids("stop_token_ids", given, model)?].concat())
 }
 
@@ -363,13 +367,14 @@ pub(crate) fn cache_salt(given: Option<String>) -> Result<String, RequestError> 
     at_most("cache_salt", salt.chars().count(), CACHE_SALT_CHARS_MAX, "characters").map(|()| salt)
 }
 
-pub(crate) fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, RequestError> {
-    if !stream && options.is_some() {
+pub(crate) fn stream(stream: Option<bool>, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, RequestError> {
+    let is_streamed = stream == Some(true);
+    if !is_streamed && options.is_some() {
         return Err(RequestError::invalid("stream_options", Problem::Rule { rule: "is only allowed when 'stream' is true" }));
     }
     let options = options.unwrap_or_default();
     let at_end = options.include_usage.unwrap_or(false);
     // As in vLLM, `continuous_usage_stats` has an effect only with `include_usage`.
     let in_every_chunk = at_end && options.continuous_usage_stats.unwrap_or(false);
-    Ok(stream.then_some(StreamUsage { at_end, in_every_chunk }))
+    Ok(is_streamed.then_some(StreamUsage { at_end, in_every_chunk }))
 }

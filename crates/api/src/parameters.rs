@@ -14,7 +14,7 @@ use super::{
         TEMPERATURE, TOP_K, TOP_P,
     },
     messages::RawMessage,
-    responses_fields::{INCLUDE_MAX, Input, Reasoning, TextConfig},
+    responses_fields::{INCLUDE_MAX, Reasoning, ResponsesInput, TextConfig},
     schema::{
         Both, Chars, Each, Efforts, Entries, Form, Limit, ModelId, NotEmpty, ObjectSchema, OneOf, TokenCount, TokenIds, Tools,
         Truncated, Variables,
@@ -277,7 +277,7 @@ parameters! {
     ;
     // OpenAI's Responses API.
     ResponsesRequest {
-        input: Input, instructions: String, max_output_tokens: Whole, tools: Bounded<Value, TOOLS_MAX>, tool_choice: Value,
+        input: ResponsesInput, instructions: String, max_output_tokens: Whole, tools: Bounded<Value, TOOLS_MAX>, tool_choice: Value,
         parallel_tool_calls: bool, text: TextConfig, reasoning: Reasoning, top_logprobs: Whole, include: Bounded<String, INCLUDE_MAX>,
         metadata: BTreeMap<String, String>, truncation: String, user: String, safety_identifier: String, prompt_cache_key: String,
         service_tier: String, max_tool_calls: Whole,

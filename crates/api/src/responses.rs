@@ -7,7 +7,7 @@ use super::{
     messages::Content,
     names::ParamNames,
     parameters::{ChatRequest, ResponsesRequest},
-    responses_fields::{INCLUDE_MAX, Input, Item},
+    responses_fields::{INCLUDE_MAX, Item, ResponsesInput},
     tools::{RawChoice, RawTools},
 };
 use crate::error::{Problem, RequestError, at_most};
@@ -198,12 +198,16 @@ fn chat_choice(choice: Value) -> Result<RawChoice, RequestError> {
 }
 
 /// Converts the instructions and the input to messages.
-fn messages(instructions: Option<&str>, input: Option<Input>, left_out: &mut Vec<String>) -> Result<Vec<Message>, RequestError> {
+fn messages(
+    instructions: Option<&str>,
+    input: Option<ResponsesInput>,
+    left_out: &mut Vec<String>,
+) -> Result<Vec<Message>, RequestError> {
     let mut messages: Vec<Message> = instructions.map(|text| Message::new(Role::System, text)).into_iter().collect();
     match input.ok_or_else(|| RequestError::invalid("input", Problem::Missing))? {
-        Input::Text(text) => messages.push(Message::new(Role::User, text)),
-        Input::Items(Bounded(items)) if items.is_empty() => return Err(RequestError::invalid("input", Problem::Empty)),
-        Input::Items(Bounded(items)) => {
+        ResponsesInput::Text(text) => messages.push(Message::new(Role::User, text)),
+        ResponsesInput::Items(Bounded(items)) if items.is_empty() => return Err(RequestError::invalid("input", Problem::Empty)),
+        ResponsesInput::Items(Bounded(items)) => {
             at_most("input", items.len(), MESSAGES_MAX, "items")?;
             let before = messages.len();
             let mut skipped = HashSet::new();
@@ -262,22 +266,26 @@ impl Item {
         is_result.then(|| format!("input.{kind}"))
     }
 
+    fn role(&self, param: &str) -> Result<Role, RequestError> {
+        match self.role.as_deref() {
+            None => Err(RequestError::invalid(param, Problem::Missing)),
+            Some("system" | "developer") => Ok(Role::System),
+            Some("user") => Ok(Role::User),
+            Some("assistant") => Ok(Role::Assistant),
+            Some(_) => {
+                let allowed = "'system', 'developer', 'user', 'assistant'";
+                Err(RequestError::invalid(param, Problem::Choice { allowed }))
+            }
+        }
+    }
+
     /// Adds the item to the messages. Consecutive items of the assistant are one message: its reasoning, its text and its calls.
     fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), RequestError> {
         let param = |field: &str| format!("{at}.{field}");
         let missing = |field: &str| RequestError::invalid(param(field), Problem::Missing);
         match self.kind.as_deref() {
             None | Some("message") => {
-                let role = match self.role.as_deref() {
-                    None => return Err(missing("role")),
-                    Some("system" | "developer") => Role::System,
-                    Some("user") => Role::User,
-                    Some("assistant") => Role::Assistant,
-                    Some(_) => {
-                        let allowed = "'system', 'developer', 'user', 'assistant'";
-                        return Err(RequestError::invalid(param("role"), Problem::Choice { allowed }));
-                    }
-                };
+                let role = self.role(&param("role"))?;
                 let kinds: &[&str] = match role {
                     Role::Assistant => &["output_text", "input_text", "text", "refusal"],
                     _ => &["input_text", "output_text", "text"],
@@ -301,17 +309,14 @@ impl Item {
                         .add_reasoning(&text);
                 }
             }
-            Some("function_call") => {
+            Some(kind @ ("function_call" | "custom_tool_call")) => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
                 let name = visible(self.namespace.as_deref(), &self.name.ok_or_else(|| missing("name"))?);
-                let arguments = ToolCall::arguments(self.arguments.as_str().ok_or_else(|| missing("arguments"))?);
-                assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
-            }
-            Some("custom_tool_call") => {
-                let id = self.call_id.ok_or_else(|| missing("call_id"))?;
-                let name = visible(self.namespace.as_deref(), &self.name.ok_or_else(|| missing("name"))?);
-                let input = self.input.ok_or_else(|| missing("input"))?;
-                let arguments = Map::from_iter([(INPUT.to_owned(), input.into())]);
+                let arguments = if kind == "function_call" {
+                    ToolCall::arguments(self.arguments.as_str().ok_or_else(|| missing("arguments"))?)
+                } else {
+                    Map::from_iter([(INPUT.to_owned(), self.input.ok_or_else(|| missing("input"))?.into())])
+                };
                 assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }
             Some("function_call_output" | "custom_tool_call_output") => {

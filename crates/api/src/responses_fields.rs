@@ -13,7 +13,7 @@ use serde_json::Value;
 pub(crate) const INCLUDE_MAX: usize = 16;
 
 /// The conversation, as one text of the user or as items.
-pub(crate) enum Input {
+pub(crate) enum ResponsesInput {
     Text(String),
     Items(Bounded<Item, MESSAGES_MAX>),
 }
@@ -52,13 +52,13 @@ pub(crate) struct Reasoning {
 }
 
 readable! {
-    [] Input, deserialize_any, "a string or a list of items",
+    [] ResponsesInput, deserialize_any, "a string or a list of items",
 
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Input, E> {
-        Ok(Input::Text(text.to_owned()))
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<ResponsesInput, E> {
+        Ok(ResponsesInput::Text(text.to_owned()))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Input, A::Error> {
-        Bounded::deserialize(de::value::SeqAccessDeserializer::new(list)).map(Input::Items)
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<ResponsesInput, A::Error> {
+        Bounded::deserialize(de::value::SeqAccessDeserializer::new(list)).map(ResponsesInput::Items)
     }
 }

@@ -207,7 +207,8 @@ fn choice(
     let (choice, allowed) = match given {
         None if has_tools => (ToolChoice::Auto, None),
         None => (ToolChoice::None, None),
-        Some(RawChoice::Mode(mode)) => (self::mode(&mode, CHOICE, true)?, None),
+        Some(RawChoice::Mode(mode)) if mode == "none" => (ToolChoice::None, None),
+        Some(RawChoice::Mode(mode)) => (self::mode(&mode, CHOICE, "'none', 'auto', 'required'")?, None),
         Some(RawChoice::Object(ChoiceObject { kind, function, allowed_tools })) => match kind.as_deref() {
             Some("function") | None => {
                 let path = format!("{in_function}.name");
@@ -220,7 +221,7 @@ fn choice(
             Some("allowed_tools") => {
                 let AllowedTools { mode, tools } = allowed_tools.ok_or_else(|| missing((*in_allowed).to_owned()))?;
                 let mode = mode.ok_or_else(|| missing(format!("{in_allowed}.mode")))?;
-                let choice = self::mode(&mode, &format!("{CHOICE}{in_allowed}.mode"), false)?;
+                let choice = self::mode(&mode, &format!("{CHOICE}{in_allowed}.mode"), "'auto', 'required'")?;
                 let mut allowed = HashSet::new();
                 for (index, tool) in tools.into_iter().enumerate() {
                     let path = format!("{in_allowed}.tools[{index}]{in_function}.name");
@@ -250,15 +251,11 @@ fn choice(
     }
 }
 
-fn mode(mode: &str, param: &str, none: bool) -> Result<ToolChoice, RequestError> {
+fn mode(mode: &str, param: &str, allowed: &'static str) -> Result<ToolChoice, RequestError> {
     match mode {
-        "none" if none => Ok(ToolChoice::None),
         "auto" => Ok(ToolChoice::Auto),
         "required" => Ok(ToolChoice::Required),
-        _ => {
-            let allowed = if none { "'none', 'auto', 'required'" } else { "'auto', 'required'" };
-            Err(RequestError::invalid(param, Problem::Choice { allowed }))
-        }
+        _ => Err(RequestError::invalid(param, Problem::Choice { allowed })),
     }
 }
 

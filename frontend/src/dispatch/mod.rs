@@ -38,13 +38,13 @@ const REPORT_WAIT_MAX: Duration = Duration::from_secs(2);
 pub(crate) struct Dispatcher {
     pub(crate) routers: Arc<Routers>,
     decoders: Channels,
-    limits: Limits,
+    limits: AttemptLimits,
     metrics: Arc<FrontendMetrics>,
 }
 
 /// Limits of attempts and resumes. Each field means the same as the field of this name in [`FrontendSettings`](crate::FrontendSettings).
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct AttemptLimits {
     pub(crate) attempts: u32,
     pub(crate) attempt_timeout: Duration,
     pub(crate) first_token_timeout: Duration,
@@ -70,8 +70,8 @@ pub(crate) enum LateReport {
 
 impl Dispatcher {
     /// Creates a dispatcher, which connects to a worker only when the first prompt is placed on that worker.
-    pub(crate) fn new(routers: Routers, network: Network, limits: Limits, metrics: Arc<FrontendMetrics>) -> Self {
-        let limits = Limits { attempts: limits.attempts.max(1), ..limits };
+    pub(crate) fn new(routers: Routers, network: Network, limits: AttemptLimits, metrics: Arc<FrontendMetrics>) -> Self {
+        let limits = AttemptLimits { attempts: limits.attempts.max(1), ..limits };
         Self { routers: Arc::new(routers), decoders: Channels::on(network), limits, metrics }
     }
 

@@ -2,12 +2,12 @@
 
 use super::{body::Bodies, trust::Trust};
 use crate::{
-    admission::{self, Admission, Client},
+    admission::{Admission, Client, SequenceLimits},
     audit::LastAudit,
     calls::CallLog,
     clock::unix_time,
     cores::Cores,
-    dispatch::{Dispatcher, Limits, Routers},
+    dispatch::{AttemptLimits, Dispatcher, Routers},
     error::ApiError,
     keys::{self, Key, KeyCache, Keys},
     metrics::{FrontendMetrics, encodings},
@@ -15,7 +15,7 @@ use crate::{
     recent::Recent,
     settings::{CacheIsolation, FrontendSettings},
 };
-use axum::http::{HeaderMap, HeaderName};
+use axum::http::{HeaderMap, HeaderName, request::Parts};
 use lru::LruCache;
 use parking_lot::Mutex;
 use std::{collections::BTreeSet, num::NonZero, sync::Arc, time::Duration};
@@ -104,7 +104,7 @@ impl App {
         };
         let models = Models::new(settings.models, &identity);
         let hash_key = network.key().hash_key();
-        let limits = Limits {
+        let limits = AttemptLimits {
             attempts: settings.attempts,
             attempt_timeout: settings.attempt_timeout,
             first_token_timeout: settings.first_token_timeout,
@@ -118,7 +118,7 @@ impl App {
         // One client may use half of the budget, so a larger body can never be read. It is refused with 413, because a client would retry
         // after a 503.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
-        let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
+        let sequences = SequenceLimits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
             models,
             dispatcher: Arc::new(dispatcher),
@@ -150,15 +150,10 @@ impl App {
     ///
     /// # Errors
     /// The peer sent a header that it may not send, or the account name, `x-max-wait` or `x-request-priority` is malformed.
-    pub(super) fn header_options(
-        &self,
-        headers: &HeaderMap,
-        trusted: bool,
-        key: Option<&Key>,
-    ) -> Result<HeaderOptions, ApiError> {
+    pub(super) fn header_options(&self, request: &Parts, key: Option<&Key>) -> Result<HeaderOptions, ApiError> {
         let account = match key {
             Some(key) => key.entry.account().to_owned(),
-            None => self.account(headers, trusted)?,
+            None => self.account(request)?,
         };
         let cache_owner = match (key, self.cache_isolation) {
             // No account has a slash in its name, so no account's cache is that of a key.
@@ -167,12 +162,12 @@ impl App {
             (_, CacheIsolation::Shared) => None,
         };
         Ok(HeaderOptions {
-            details: self.trust.flag(headers, DETAILS, trusted)?,
-            explain: self.trust.flag(headers, EXPLAIN, trusted)?,
+            details: self.trust.flag(request, DETAILS)?,
+            explain: self.trust.flag(request, EXPLAIN)?,
             account,
             cache_owner,
-            max_wait: max_wait(headers, self.max_wait)?,
-            priority: priority(headers)?,
+            max_wait: max_wait(&request.headers, self.max_wait)?,
+            priority: priority(&request.headers)?,
         })
     }
 
@@ -186,11 +181,11 @@ impl App {
     ///
     /// # Errors
     /// The peer is not trusted to set the account, or the ledger does not allow the name.
-    fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
+    fn account(&self, request: &Parts) -> Result<String, ApiError> {
         let Some(name) = &self.account_header else { return Ok(String::new()) };
-        let mut values = headers.get_all(name).iter();
+        let mut values = request.headers.get_all(name).iter();
         let Some(value) = values.next() else { return Ok(String::new()) };
-        if !trusted {
+        if !self.trust.trusts(request) {
             return Err(ApiError::Untrusted { header: name.clone() });
         }
         let rule = "must occur once, start with a letter or digit, and have at most 64 letters, digits, -, _, ., : and @";

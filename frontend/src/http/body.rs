@@ -40,7 +40,7 @@ pub(super) struct Bodies {
 }
 
 /// The permits for a body's bytes, from the client's share and from the whole budget. Dropping them releases the bytes.
-pub(super) type Held = Vec<OwnedSemaphorePermit>;
+pub(super) type HeldBytes = Vec<OwnedSemaphorePermit>;
 
 impl Bodies {
     /// `max` is the maximum size of one body. `budget` is the maximum total size of all bodies that are read or parsed at a time. Both are
@@ -60,7 +60,7 @@ impl Bodies {
         client: Option<&Client>,
         headers: &HeaderMap,
         mut body: Body,
-    ) -> Result<(Bytes, Held), ApiError> {
+    ) -> Result<(Bytes, HeldBytes), ApiError> {
         let read = match is_json(headers) {
             Ok(()) => self.collect(client, &mut body).await,
             Err(error) => Err(error),
@@ -71,14 +71,14 @@ impl Bodies {
         read
     }
 
-    async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, Held), ApiError> {
+    async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, HeldBytes), ApiError> {
         let too_large = ApiError::BodyTooLarge { max: self.max };
         if body.size_hint().lower() > self.max as u64 {
             return Err(too_large);
         }
         let budgets = client.map(|client| self.shares.of(client)).into_iter().chain([Arc::clone(&self.budget)]);
         let held = budgets.map(|budget| budget.try_acquire_many_owned(0).map_err(|_| ApiError::BodyBudget));
-        let mut held = held.collect::<Result<Held, _>>()?;
+        let mut held = held.collect::<Result<HeldBytes, _>>()?;
         // If the client announces no length, the mapping has the maximum size of a body.
         let announced = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
         let max = announced.map_or(self.max, |announced| announced.min(self.max));
@@ -149,7 +149,7 @@ impl Buffer {
 }
 
 /// Acquires permits for this many more bytes from each semaphore in `held`, which are the client's share and the whole budget.
-fn grow(held: &mut Held, bytes: usize) -> Result<(), ApiError> {
+fn grow(held: &mut HeldBytes, bytes: usize) -> Result<(), ApiError> {
     let bytes = u32::try_from(bytes).map_err(|_| ApiError::BodyBudget)?;
     for permit in held {
         let more = Arc::clone(permit.semaphore()).try_acquire_many_owned(bytes).map_err(|_| ApiError::BodyBudget)?;

@@ -27,7 +27,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     let request: CompletionRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
     let model = Arc::clone(&served.model);
-    let Completion { options, max_tokens, echo, prompts, adds_bos } = request.check(&model)?;
+    let Completion { options, max_tokens, echo, prompts, bos } = request.check(&model)?;
     check_texts(&model, prompts.iter().map(Input::text_bytes), options.truncation, &ParamNames::COMPLETION)?;
     incoming.reserve(prompts.len(), &options)?;
     incoming.check_constraint(&options).await?;
@@ -38,12 +38,11 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     // The prompts are encoded one after the other, so that other requests' prompts can be encoded in between.
     for (index, input) in prompts.into_iter().enumerate() {
         let (encoder, encodings) = (Arc::clone(&model), incoming.encodings(&model, &options.cache_salt));
-        let encode = move || input.encode(echo, adds_bos, &encoder, &encodings);
-        let (mut tokens, mut text) = incoming.encode(all_bytes, encode).await?;
+        let encode = move || input.encode(bos, &encoder, &encodings);
+        let (mut tokens, text) = incoming.encode(all_bytes, encode).await?;
         let fitting = model.usable_context().saturating_sub(max_tokens) as usize;
-        if options.truncation.is_some_and(|truncation| truncation.apply(&mut tokens, fitting)) && echo {
-            text = Some(model.tokenizer.decode(&tokens));
-        }
+        let shortened = options.truncation.is_some_and(|truncation| truncation.apply(&mut tokens, fitting));
+        let text = echo.then(|| text.filter(|_| !shortened).unwrap_or_else(|| model.tokenizer.decode(&tokens)));
         if tokens.is_empty() {
             return Err(ApiError::invalid("prompt", Problem::Empty));
         }

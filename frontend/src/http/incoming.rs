@@ -43,7 +43,7 @@ pub(super) struct Incoming {
     /// The client whose limits this request counts against; `None`: only the limits for all clients apply.
     pub(super) client: Option<Client>,
     /// The permits for the body's memory. They are released when the prompts are encoded.
-    pub(super) body: body::Held,
+    pub(super) body: body::HeldBytes,
     /// The fields of the body that this server does not know; `None`: the body is not parsed.
     pub(super) ignored: Option<Ignored>,
     /// Receives reports that prompts wait in workers' queues: see [`Prompt::queued`].

@@ -45,14 +45,13 @@ where
         body::discard(body).await;
         return refused(&id, admitted, exceeded.into());
     }
-    let trusted = app.trust.trusts(&parts);
     // The `traceparent` of an untrusted peer is ignored: its trace is not continued, and it does not decide about sampling.
-    let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
+    let traceparent = if app.trust.trusts(&parts) { traceparent(&parts.headers) } else { String::new() };
     let span = app.tracer.request(&traceparent, endpoint.operation());
     // Routers and workers continue this span, or the proxy's span if this span is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
     admitted.span = span;
-    let header_options = app.header_options(&parts.headers, trusted, call.key.as_deref());
+    let header_options = app.header_options(&parts, call.key.as_deref());
     if let Ok(options) = &header_options {
         call.set_account(&options.account);
     }
@@ -63,7 +62,6 @@ where
         Ok(both) => both,
         Err(error) => return refused(&id, admitted, error),
     };
-    let queued = watch::Sender::default();
     let mut incoming = Incoming {
         app,
         id,
@@ -74,15 +72,12 @@ where
         client,
         body: held,
         ignored: None,
-        queued,
+        queued: watch::Sender::default(),
     };
     let reply = match prepare(&mut incoming, bytes).await.map(Into::into) {
         Ok(Work::Answered(response)) => Ok(Reply::Whole(response)),
         Ok(Work::Run(job)) if incoming.header_options.explain => explain(&incoming.app, *job).await.map(Reply::Whole),
-        Ok(Work::Run(job)) => match incoming.charge(&job) {
-            Ok(()) => respond(&incoming, *job).await,
-            Err(error) => Err(error),
-        },
+        Ok(Work::Run(job)) => respond(&incoming, *job).await,
         Err(error) => Err(error),
     };
     let Incoming { id, mut admitted, ignored, .. } = incoming;

@@ -23,7 +23,11 @@ const OTHER_APIS: &str = include_str!("openapi/other_apis.json");
 const DEFINITIONS: &str = "/components/schemas";
 
 pub(super) async fn show(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(document(&app.models, app.keys.is_some()))
+    let mut document = document(&app.models);
+    if app.keys.is_some() {
+        require_key(&mut document);
+    }
+    Json(document)
 }
 
 /// Makes schemas of the types that this server reads, and of those that it writes.
@@ -97,80 +101,106 @@ fn object(properties: Value) -> Value {
     json!({ "application/json": { "schema": { "type": "object", "properties": properties, "required": required } } })
 }
 
-fn document(models: &Models, needs_key: bool) -> Value {
-    let mut schemas = Schemas::new(models);
-    let mut paths = Map::new();
-    let mut add = |path: &str, method: &str, summary: &str, request: Option<Value>, responses: Value| {
-        let mut operation = json!({ "summary": summary, "responses": responses });
-        if let Some(request) = request {
-            operation["requestBody"] = request;
+fn document(models: &Models) -> Value {
+    let (mut schemas, mut paths) = (Schemas::new(models), Map::new());
+    add_answers(&mut paths, &mut schemas);
+    add_tokens(&mut paths, &mut schemas);
+    add_models(&mut paths, models);
+    add_pages(&mut paths);
+    let other: Value = serde_json::from_str(OTHER_APIS).expect("the file is JSON");
+    let part = |pointer: &str| other.pointer(pointer).and_then(Value::as_object).cloned().unwrap_or_default();
+    paths.extend(part("/paths"));
+    let mut definitions = schemas.finish();
+    definitions.extend(part("/components/schemas"));
+    definitions.insert("Model".to_owned(), model());
+    definitions.insert("Error".to_owned(), error());
+    let mut responses = part("/components/responses");
+    responses.insert(
+        "Error".to_owned(),
+        json!({
+            "description": "The reason, and what to do.",
+            "content": { "application/json": { "schema": { "$ref": "#/components/schemas/Error" } } },
+        }),
+    );
+    json!({
+        "openapi": "3.1.0",
+        "info": { "title": "Tandem", "version": env!("CARGO_PKG_VERSION"), "description": DESCRIPTION },
+        "paths": paths,
+        "components": {
+            "responses": responses,
+            "schemas": definitions,
+        },
+    })
+}
+
+/// Adds that requests need a key, except those to the operator's paths.
+fn require_key(document: &mut Value) {
+    document["security"] = json!([{ "bearer": [] }, { "key": [] }]);
+    document["components"]["securitySchemes"] = json!({
+        "bearer": { "type": "http", "scheme": "bearer" },
+        "key": { "type": "apiKey", "in": "header", "name": "x-api-key" },
+    });
+    for path in ["/health", "/live", "/ping", "/ready", "/metrics", "/dashboard"] {
+        for (_, operation) in document["paths"][path].as_object_mut().into_iter().flatten() {
+            operation["security"] = json!([]);
         }
-        paths.entry(path).or_insert_with(|| json!({}))[method] = operation;
-    };
+    }
+}
+
+fn add_post(paths: &mut Map<String, Value>, path: &str, summary: &str, request: Value, responses: Value) {
+    let post = json!({ "summary": summary, "responses": responses, "requestBody": request });
+    paths.insert(path.to_owned(), json!({ "post": post }));
+}
+
+fn add_get(paths: &mut Map<String, Value>, path: &str, summary: &str, responses: Value) {
+    paths.insert(path.to_owned(), json!({ "get": { "summary": summary, "responses": responses } }));
+}
+
+/// Adds the paths that answer prompts.
+fn add_answers(paths: &mut Map<String, Value>, schemas: &mut Schemas) {
     let chat = (schemas.request::<ChatRequest>(), schemas.streamed::<Envelope<'_>, Envelope<'_>>());
-    add("/v1/chat/completions", "post", "Answers a conversation.", Some(chat.0), responses("The answer.", chat.1));
-    let text_completion = (schemas.request::<CompletionRequest>(), schemas.streamed::<Envelope<'_>, Envelope<'_>>());
-    add(
-        "/v1/completions",
-        "post",
-        "Continues texts or token ids.",
-        Some(text_completion.0),
-        responses("The answer.", text_completion.1),
-    );
-    let generate = (schemas.request::<GenerateRequest>(), schemas.streamed::<GeneratedAnswer<'_>, GeneratedChunk<'_>>());
-    add(
-        "/inference/v1/generate",
-        "post",
-        "Continues token ids with token ids.",
-        Some(generate.0),
-        responses("The answer.", generate.1),
-    );
+    add_post(paths, "/v1/chat/completions", "Answers a conversation.", chat.0, responses("The answer.", chat.1));
+    let text = (schemas.request::<CompletionRequest>(), schemas.streamed::<Envelope<'_>, Envelope<'_>>());
+    add_post(paths, "/v1/completions", "Continues texts or token ids.", text.0, responses("The answer.", text.1));
+    let tokens = (schemas.request::<GenerateRequest>(), schemas.streamed::<GeneratedAnswer<'_>, GeneratedChunk<'_>>());
+    let summary = "Continues token ids with token ids.";
+    add_post(paths, "/inference/v1/generate", summary, tokens.0, responses("The answer.", tokens.1));
+}
+
+/// Adds the paths that convert texts to tokens and back.
+fn add_tokens(paths: &mut Map<String, Value>, schemas: &mut Schemas) {
     for path in ["/tokenize", "/v1/tokenize"] {
         let tokens = json!({ "type": "array", "items": { "type": "integer" } });
         let strings = json!({ "type": ["array", "null"], "items": { "type": "string" } });
-        let answer = object(json!({
-            "count": { "type": "integer" }, "max_model_len": { "type": "integer" }, "tokens": tokens, "token_strs": strings,
-        }));
-        add(
-            path,
-            "post",
-            "Tokenizes a text or a conversation.",
-            Some(schemas.request::<TokenizeRequest>()),
-            responses("The tokens.", answer),
+        let answer = responses(
+            "The tokens.",
+            object(json!({
+                "count": { "type": "integer" }, "max_model_len": { "type": "integer" }, "tokens": tokens, "token_strs": strings,
+            })),
         );
+        add_post(paths, path, "Tokenizes a text or a conversation.", schemas.request::<TokenizeRequest>(), answer);
     }
     for path in ["/detokenize", "/v1/detokenize"] {
-        let answer = object(json!({ "prompt": { "type": "string" } }));
-        add(
-            path,
-            "post",
-            "Returns the text of tokens.",
-            Some(schemas.request::<DetokenizeRequest>()),
-            responses("The text.", answer),
-        );
+        let answer = responses("The text.", object(json!({ "prompt": { "type": "string" } })));
+        add_post(paths, path, "Returns the text of tokens.", schemas.request::<DetokenizeRequest>(), answer);
     }
+}
 
-    let model = json!({
-        "type": "object",
-        "properties": {
-            "id": { "type": "string" }, "object": { "const": "model" }, "created": { "type": "integer" }, "owned_by": { "type": "string" },
-            "max_model_len": { "type": "integer" },
-        },
-        "required": ["id", "object", "created", "owned_by", "max_model_len"],
-    });
+fn add_models(paths: &mut Map<String, Value>, models: &Models) {
     let of_model = json!({ "$ref": "#/components/schemas/Model" });
     let list = object(json!({ "object": { "const": "list" }, "data": { "type": "array", "items": of_model } }));
-    add("/v1/models", "get", "Lists the served models.", None, responses("The models.", list));
+    add_get(paths, "/v1/models", "Lists the served models.", responses("The models.", list));
     let one = json!({ "application/json": { "schema": of_model } });
-    add("/v1/models/{id}", "get", "Describes a served model.", None, responses("The model.", one));
+    add_get(paths, "/v1/models/{id}", "Describes a served model.", responses("The model.", one));
     let ids: Vec<&String> = models.iter().map(|served| &served.model.id).collect();
     paths["/v1/models/{id}"]["get"]["parameters"] =
         json!([{ "name": "id", "in": "path", "required": true, "schema": { "type": "string", "examples": ids } }]);
+}
 
+/// Adds the paths for operators.
+fn add_pages(paths: &mut Map<String, Value>) {
     let status = object(json!({ "status": { "type": "string" } }));
-    let mut add = |path: &str, summary: &str, ok: &str, content: Value| {
-        paths.insert(path.to_owned(), json!({ "get": { "summary": summary, "responses": responses(ok, content) } }));
-    };
+    let mut add = |path: &str, summary: &str, ok: &str, content: Value| add_get(paths, path, summary, responses(ok, content));
     for path in ["/health", "/live", "/ping"] {
         add(path, "Liveness.", "The process answers.", status.clone());
     }
@@ -193,44 +223,17 @@ fn document(models: &Models, needs_key: bool) -> Value {
     paths["/ping"]["post"] = json!({ "summary": "Liveness.", "responses": responses("The process answers.", status.clone()) });
     paths["/ready"]["get"]["responses"]["503"] =
         json!({ "description": "No model can be served; `status` has the reason.", "content": status });
+}
 
-    let other: Value = serde_json::from_str(OTHER_APIS).expect("the file is JSON");
-    let part = |pointer: &str| other.pointer(pointer).and_then(Value::as_object).cloned().unwrap_or_default();
-    paths.extend(part("/paths"));
-    let mut definitions = schemas.finish();
-    definitions.extend(part("/components/schemas"));
-    definitions.insert("Model".to_owned(), model);
-    definitions.insert("Error".to_owned(), error());
-    let mut responses = part("/components/responses");
-    responses.insert(
-        "Error".to_owned(),
-        json!({
-            "description": "The reason, and what to do.",
-            "content": { "application/json": { "schema": { "$ref": "#/components/schemas/Error" } } },
-        }),
-    );
-    let mut document = json!({
-        "openapi": "3.1.0",
-        "info": { "title": "Tandem", "version": env!("CARGO_PKG_VERSION"), "description": DESCRIPTION },
-        "paths": paths,
-        "components": {
-            "responses": responses,
-            "schemas": definitions,
+fn model() -> Value {
+    json!({
+        "type": "object",
+        "properties": {
+            "id": { "type": "string" }, "object": { "const": "model" }, "created": { "type": "integer" }, "owned_by": { "type": "string" },
+            "max_model_len": { "type": "integer" },
         },
-    });
-    if needs_key {
-        document["security"] = json!([{ "bearer": [] }, { "key": [] }]);
-        document["components"]["securitySchemes"] = json!({
-            "bearer": { "type": "http", "scheme": "bearer" },
-            "key": { "type": "apiKey", "in": "header", "name": "x-api-key" },
-        });
-        for path in ["/health", "/live", "/ping", "/ready", "/metrics", "/dashboard"] {
-            for (_, operation) in document["paths"][path].as_object_mut().into_iter().flatten() {
-                operation["security"] = json!([]);
-            }
-        }
-    }
-    document
+        "required": ["id", "object", "created", "owned_by", "max_model_len"],
+    })
 }
 
 fn error() -> Value {

@@ -19,12 +19,13 @@ pub(super) enum Reply {
     Stream(Box<Begun>),
 }
 
-/// Runs the job to the end of its answer. If the answer is streamed, runs the job only until its first part or until a comment has to be
-/// sent.
+/// Takes the job's tokens from the limit of its key, and runs the job to the end of its answer. If the answer is streamed, runs the job only
+/// until its first part or until a comment has to be sent.
 ///
 /// # Errors
-/// The answer failed before it began. A later error is sent as an event of the stream.
+/// Too few tokens are left, or the answer failed before it began. A later error is sent as an event of the stream.
 pub(super) async fn respond(incoming: &Incoming, job: Job) -> Result<Reply, ApiError> {
+    incoming.charge(&job)?;
     let is_streamed = job.options.stream.is_some();
     let (mut run, format) = Run::new(incoming, job);
     if !is_streamed {

@@ -23,7 +23,7 @@ pub(super) struct Begun {
 
 /// A running streamed answer. It owns everything that was reserved for the request. When the client disconnects, it is dropped and releases
 /// everything.
-struct Events {
+struct EventStream {
     run: Run,
     format: Box<dyn AnswerFormat>,
     admitted: Admitted,
@@ -34,7 +34,7 @@ struct Events {
 /// Returns the response that streams the answer as events.
 pub(super) fn events(Begun { run, format, first }: Begun, admitted: Admitted) -> Response {
     let (first, comment) = first.map_or_else(|comment| (None, Some(Ok(comment))), |first| (Some(first), None));
-    let events = Events { run, format, admitted, first };
+    let events = EventStream { run, format, admitted, first };
     let rest = stream::unfold(Some(events), |events| async move {
         let (bytes, rest) = events?.next().await;
         Some((Ok::<_, Infallible>(bytes), rest))
@@ -49,7 +49,7 @@ pub(super) fn events(Begun { run, format, first }: Begun, admitted: Admitted) ->
     (headers, Body::from_stream(body)).into_response()
 }
 
-impl Events {
+impl EventStream {
     /// Returns the bytes of at least one event or comment, and the rest of the stream; `None` in place of the rest if these bytes are the
     /// last ones.
     async fn next(mut self) -> (Bytes, Option<Self>) {

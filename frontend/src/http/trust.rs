@@ -47,23 +47,23 @@ impl Trust {
         contains(&self.proxies, address)
     }
 
-    /// Whether a peer may see where prompts are cached. `trusted` states whether the peer is trusted.
-    pub(super) fn exposes(&self, trusted: bool) -> bool {
+    /// Whether the peer that sent the request may see where prompts are cached.
+    pub(super) fn exposes(&self, request: &Parts) -> bool {
         match self.expose {
             ExposeDetails::Never => false,
-            ExposeDetails::Trusted => trusted,
+            ExposeDetails::Trusted => self.trusts(request),
             ExposeDetails::Always => true,
         }
     }
 
-    /// Whether this header is `true`.
+    /// Whether this header of the request is `true`.
     ///
     /// # Errors
     /// The header is `true`, and this peer may not send it. If the header were ignored, a request for an explanation would be answered and
     /// billed like any other.
-    pub(super) fn flag(&self, headers: &HeaderMap, name: HeaderName, trusted: bool) -> Result<bool, ApiError> {
-        let wanted = wants(headers, &name);
-        if wanted && !self.exposes(trusted) { Err(ApiError::Untrusted { header: name }) } else { Ok(wanted) }
+    pub(super) fn flag(&self, request: &Parts, name: HeaderName) -> Result<bool, ApiError> {
+        let wanted = wants(&request.headers, &name);
+        if wanted && !self.exposes(request) { Err(ApiError::Untrusted { header: name }) } else { Ok(wanted) }
     }
 }
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 const THREAD_UNSUPPORTED: &str = "thread_unsupported_request";
 
 /// An error as a client receives it.
-pub struct Failure<'a> {
+pub struct AnswerFailure<'a> {
     /// The HTTP status.
     pub status: u16,
     /// OpenAI's type of the error.
@@ -25,7 +25,7 @@ pub struct Failure<'a> {
     pub request: Option<&'a RequestError>,
 }
 
-impl Failure<'_> {
+impl AnswerFailure<'_> {
     /// Returns the body of a response in OpenAI's shape.
     pub fn body(&self) -> Value {
         json!({ "error": { "message": self.message, "type": self.kind, "param": self.param, "code": self.code } })

@@ -2,7 +2,7 @@
 //! block, then `message_delta` with the stop reason and the usage, then `message_stop`.
 
 use super::{
-    AnswerContext, AnswerFormat, AnswerPart, Delta, Failure, FinishReason, Usage,
+    AnswerContext, AnswerFailure, AnswerFormat, AnswerPart, Delta, FinishReason, Usage,
     sse::{write_json, write_named},
 };
 use serde_json::{Value, json};
@@ -129,7 +129,7 @@ impl AnswerFormat for MessageFormat {
         write_json(out, &message);
     }
 
-    fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &Failure<'_>) {
+    fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &AnswerFailure<'_>) {
         write_named(out, "error", &failure.anthropic_body(&context.request_id));
     }
 

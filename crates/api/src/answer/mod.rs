@@ -16,7 +16,7 @@ mod token;
 mod usage;
 
 pub use envelope::Envelope;
-pub use failure::Failure;
+pub use failure::AnswerFailure;
 pub use generated::{GeneratedAnswer, GeneratedChunk};
 pub use sse::KEEP_ALIVE;
 pub use style::{ChoiceFormat, Style};
@@ -200,7 +200,7 @@ pub trait AnswerFormat: Send {
     fn write_end(&mut self, context: &AnswerContext, out: &mut Vec<u8>);
 
     /// Appends the end of a streamed answer that failed.
-    fn write_error(&mut self, _: &AnswerContext, out: &mut Vec<u8>, failure: &Failure<'_>) {
+    fn write_error(&mut self, _: &AnswerContext, out: &mut Vec<u8>, failure: &AnswerFailure<'_>) {
         sse::write_event(out, &failure.event());
     }
 

@@ -2,7 +2,7 @@
 //! object step by step.
 
 use super::{
-    AnswerContext, AnswerFormat, AnswerPart, Delta, Failure, FinishReason, TokenLogprobs, Usage,
+    AnswerContext, AnswerFailure, AnswerFormat, AnswerPart, Delta, FinishReason, TokenLogprobs, Usage,
     custom_input::CustomInput,
     envelope::{ChatToken, Logprobs},
     sse::{write_json, write_named},
@@ -215,7 +215,7 @@ impl AnswerFormat for ResponseFormat {
         }
     }
 
-    fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &Failure<'_>) {
+    fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &AnswerFailure<'_>) {
         // These are the codes of this API for errors of a server.
         let code = if failure.status >= 500 { "server_error" } else { "invalid_prompt" };
         let object = self.object(context, "failed", json!({ "code": code, "message": failure.message }));

@@ -9,7 +9,7 @@ use super::{app::App, health, request_id::HttpRequestId};
 use crate::{
     clock::unix_ms,
     error::ApiError,
-    recent::{Record, Refusal},
+    recent::{PromptRecord, Refusal},
 };
 use axum::{
     Json, Router,
@@ -102,7 +102,7 @@ async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Res
     let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
     let records = recent.after(after);
-    let records: Vec<&Record> = records.iter().map(|record| &**record).collect();
+    let records: Vec<&PromptRecord> = records.iter().map(|record| &**record).collect();
     // Record numbers begin again at every start of the process. A page that receives another `since` than before therefore requests all
     // records.
     guarded(Json(json!({ "since": app.since, "max": recent.max, "requests": records, "refusals": recent.refusals() })))
