@@ -9,6 +9,7 @@ mod calls;
 pub mod chat;
 pub mod completions;
 pub mod constraint;
+mod constraint_forms;
 mod context;
 mod error;
 mod fields;

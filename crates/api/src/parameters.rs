@@ -4,7 +4,7 @@
 
 use super::{
     anthropic_fields::{Blocks, Choice, OutputConfig, Thinking, Turn},
-    constraint,
+    constraint_forms,
     fields::{
         ALLOWED_TOKENS_MAX, BAD_WORDS_MAX, Bounded, BoundedMap, LOGIT_BIASES_MAX, LOGPROB_TOKENS_MAX, MESSAGES_MAX, Prompts,
         Reader, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole, readable,
@@ -221,8 +221,8 @@ parameters! {
         include_stop_str_in_output: bool, skip_special_tokens: bool, detokenize: bool, return_token_ids: bool,
         return_tokens_as_token_ids: bool, priority: Whole = PRIORITY,
         // Constraints on the text.
-        response_format: Value = Form(constraint::response_format_form), structured_outputs: Value = Form(constraint::structured_outputs_form), guided_json: Value = Form(constraint::schema_or_text_form), guided_regex: Value = Form(constraint::text_form), guided_choice: Value = Form(constraint::choices_form),
-        guided_grammar: Value = Form(constraint::text_form), structural_tag: Value = Form(constraint::schema_or_text_form), json_schema: Value = Form(constraint::schema_or_text_form), regex: Value = Form(constraint::text_form), ebnf: Value = Form(constraint::text_form), grammar: Value = Form(constraint::text_form),
+        response_format: Value = Form(constraint_forms::response_format_form), structured_outputs: Value = Form(constraint_forms::structured_outputs_form), guided_json: Value = Form(constraint_forms::schema_or_text_form), guided_regex: Value = Form(constraint_forms::text_form), guided_choice: Value = Form(constraint_forms::choices_form),
+        guided_grammar: Value = Form(constraint_forms::text_form), structural_tag: Value = Form(constraint_forms::schema_or_text_form), json_schema: Value = Form(constraint_forms::schema_or_text_form), regex: Value = Form(constraint_forms::text_form), ebnf: Value = Form(constraint_forms::text_form), grammar: Value = Form(constraint_forms::text_form),
     } unsupported {
         // Parameters of OpenAI.
         functions, modalities = "text", moderation, store,

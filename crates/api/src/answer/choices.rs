@@ -4,9 +4,8 @@
 use super::{
     AnswerContext, AnswerFormat, AnswerPart, Delta, FinishReason, TokenLogprobs, Usage,
     chat::{ChatDelta, WholeMessage},
-    envelope::{Choice, Envelope, TokenFields},
+    envelope::{Choice, ChoiceFormat, Envelope, TokenFields},
     sse::{DONE, write_event, write_json},
-    style::ChoiceFormat,
 };
 use crate::options::StreamUsage;
 use std::ops::Range;

@@ -4,7 +4,6 @@ use super::{
     FinishReason, TokenLogprobs, Usage,
     chat::{ChatDelta, ChatMessage},
     prompt_logprobs::PromptLogprobs,
-    style::ChoiceFormat,
     token::{finite, token_text},
 };
 use schemars::JsonSchema;
@@ -108,6 +107,15 @@ impl Serialize for Alternatives {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, logprob)))
     }
+}
+
+/// The format of an answer's choices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChoiceFormat {
+    /// Each choice is a message.
+    Chat,
+    /// Each choice is a plain text.
+    Completions,
 }
 
 impl ChoiceFormat {

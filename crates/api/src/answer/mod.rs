@@ -15,11 +15,11 @@ mod style;
 mod token;
 mod usage;
 
-pub use envelope::Envelope;
+pub use envelope::{ChoiceFormat, Envelope};
 pub use failure::AnswerFailure;
 pub use generated::{GeneratedAnswer, GeneratedChunk};
 pub use sse::KEEP_ALIVE;
-pub use style::{ChoiceFormat, Style};
+pub use style::Style;
 pub use token::token_text;
 pub use usage::Usage;
 

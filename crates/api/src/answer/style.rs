@@ -3,6 +3,7 @@
 use super::{
     AnswerContext, AnswerFormat,
     choices::{Chunks, WholeChoices},
+    envelope::ChoiceFormat,
     generated::GeneratedFormat,
     messages::MessageFormat,
     responses::ResponseFormat,
@@ -21,15 +22,6 @@ pub enum Style {
     Response(Map<String, Value>, BTreeMap<String, Origin>),
     /// Anthropic's Messages API.
     Message,
-}
-
-/// The format of an answer's choices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ChoiceFormat {
-    /// Messages.
-    Chat,
-    /// Plain texts.
-    Completions,
 }
 
 impl Style {

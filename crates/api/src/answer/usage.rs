@@ -3,22 +3,17 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-/// The usage of an answer. All fields are present when the answer is complete.
+/// OpenAI's object `usage`. All fields are present when an answer is complete.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema, Serialize)]
+#[expect(missing_docs, reason = "the OpenAPI document would show them")]
 pub struct Usage {
-    /// The tokens of the prompts.
     pub prompt_tokens: u32,
-    /// The generated tokens.
     pub completion_tokens: u32,
-    /// The sum of both.
     pub total_tokens: u32,
-    /// Details of the prompts' tokens.
     pub prompt_tokens_details: PromptTokensDetails,
-    /// Details of the generated tokens.
     pub completion_tokens_details: CompletionTokensDetails,
 }
 
-/// Details of the prompts' tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema, Serialize)]
 pub struct PromptTokensDetails {
     /// Absent while the cached tokens of a prompt are not known: a chunk must not claim a number that a later one corrects.
@@ -28,7 +23,6 @@ pub struct PromptTokensDetails {
     audio_tokens: u32,
 }
 
-/// Details of the generated tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema, Serialize)]
 pub struct CompletionTokensDetails {
     /// The tokens between the tags of reasoning.
