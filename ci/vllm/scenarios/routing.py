@@ -1,7 +1,7 @@
 """Questions about more documents than one engine can cache find their document cached; the router's index equals the engines' caches.
 
 Two mixed engines, eight documents with five questions each. With KV-aware placement at least 95 % of what could be cached is
-cached, and at least 1.5 times the share of placement by load. Afterwards the index is compared with the engines' replayed KV events, block
+cached, and at least 1.3 times the share of placement by load. Afterwards the index is compared with the engines' replayed KV events, block
 by block.
 """
 
@@ -21,7 +21,7 @@ ANSWER_TOKENS = 6
 TANDEM_BLOCK = 16
 # An ordinary token. It makes the last block of a prompt one that may be reused.
 ONE_MORE = 1_000
-OF_POSSIBLE_MIN, OF_LEAST_LOADED_MIN = 0.95, 1.5
+OF_POSSIBLE_MIN, OF_LEAST_LOADED_MIN = 0.95, 1.3
 PROMPTS_AT_ONCE = 8
 
 

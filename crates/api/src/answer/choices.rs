@@ -187,7 +187,10 @@ impl AnswerFormat for WholeChoices {
             AnswerPart::Started { echo } => self.echo(choices, echo, &[]),
             AnswerPart::PromptLogprobs { tokens, echo } => {
                 self.echo(choices, echo, &echoed(context, &tokens));
-                self.prompt_logprobs[prompt] = Some(tokens);
+                // Echoed tokens have their logprobs in the choices.
+                if context.prompt_logprobs.is_some() {
+                    self.prompt_logprobs[prompt] = Some(tokens);
+                }
             }
             AnswerPart::Delta(delta) => {
                 let choice = &mut self.choices[choices.start + delta.sample as usize];

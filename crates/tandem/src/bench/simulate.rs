@@ -59,7 +59,7 @@ struct RequestArgs {
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "SimulatedCluster")]
+#[command(next_help_heading = "Cluster")]
 struct ClusterArgs {
     /// Number of workers that prefill and generate [default: 8]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=65_536), conflicts_with_all = ["prefill_workers", "decode_workers", "plan"])]
@@ -79,7 +79,7 @@ struct ClusterArgs {
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "SimulatedDevice of each worker")]
+#[command(next_help_heading = "Device of each worker")]
 struct DeviceArgs {
     /// KV memory in tokens: 64 GiB with the default size of a token's KV
     #[arg(long, value_name = "TOKENS", default_value_t = 524_288, value_parser = clap::value_parser!(u32).range(1..))]
@@ -93,7 +93,7 @@ struct DeviceArgs {
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "ClusterPlan")]
+#[command(next_help_heading = "Plan")]
 struct PlanArgs {
     /// Find the smallest cluster of mixed workers, and of prefill and decode workers, that meets the service levels
     #[arg(long)]

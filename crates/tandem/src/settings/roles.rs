@@ -76,7 +76,7 @@ pub struct FrontendProcess {
     #[serde(serialize_with = "with_commas")]
     router: Vec<String>,
 
-    /// Address of the operator's HTTP port, with /metrics, /dashboard, /live, /ready and /openapi.json. Use a loopback address unless other
+    /// Address of the admin port (HTTP), with /metrics, /dashboard, /live, /ready and /openapi.json. Use a loopback address unless other
     /// hosts may see the cluster's addresses and the sizes and times of all requests [default: none; --listen serves all of these]
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", value_parser = listen_address)]
     pub admin_listen: Option<SocketAddr>,
