@@ -2,12 +2,12 @@
 //!
 //! ```
 //! use std::time::Duration;
-//! use tandem_load::report::{self, Answer, Expected, Outcome, Recorder, Slo};
+//! use tandem_load::report::{self, Expected, MeasuredAnswer, Recorder, RequestOutcome, Slo};
 //!
 //! let mut recorder = Recorder::new(Slo::default());
 //! let ms = Duration::from_millis;
-//! let answer = Answer { first_token: Some(ms(30)), output_tokens: 1, ..Answer::default() };
-//! recorder.add(&Outcome { due: ms(10), sent: ms(10), ended: ms(35), expected: Expected::default(), result: Ok(answer) });
+//! let answer = MeasuredAnswer { first_token: Some(ms(30)), output_tokens: 1, ..MeasuredAnswer::default() };
+//! recorder.add(&RequestOutcome { due: ms(10), sent: ms(10), ended: ms(35), expected: Expected::default(), result: Ok(answer) });
 //! let report = recorder.report("example", Vec::new());
 //! assert_eq!(report.ttft.as_ref().map(|ttft| ttft.mean_ms), Some(20.0));
 //! print!("{}", report::text(&report));
