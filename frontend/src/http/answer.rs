@@ -145,7 +145,10 @@ impl Run {
             }
             self.progress.record(index, &event);
             if let Some(part) = prompt.part(event) {
-                self.context.usage = self.progress.usage();
+                // The sum over all prompts is not computed for each token of each prompt.
+                if self.context.has_usage_at(&part) {
+                    self.context.usage = self.progress.usage();
+                }
                 return Some(Ok((index, part)));
             }
         }

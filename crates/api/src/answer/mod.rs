@@ -38,7 +38,7 @@ pub struct AnswerContext {
     pub model: Arc<ServedModel>,
     /// The answer's id.
     pub id: String,
-    /// The usage so far.
+    /// The usage, up to the last part for which [`has_usage_at`](Self::has_usage_at) is true, or of the whole answer once it has ended.
     pub usage: Usage,
     /// The object `tandem`, once the answer has ended; `None`: the answer does not have it.
     pub details: Option<Value>,
@@ -90,6 +90,11 @@ impl AnswerContext {
             logprobs: options.sampling.logprobs.map(|top| top as usize),
             prompt_logprobs: options.prompt_logprobs.map(|top| top as usize),
         }
+    }
+
+    /// Returns whether the usage so far is written with this part of the answer.
+    pub fn has_usage_at(&self, part: &AnswerPart) -> bool {
+        matches!(part, AnswerPart::Started { .. }) || self.stream.is_some_and(|usage| usage.in_every_chunk)
     }
 
     /// Returns the tokens of a prompt, if the answer has them.
