@@ -25,8 +25,8 @@
 #include <fcntl.h>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -88,7 +88,8 @@ struct Allocation {
 
 std::mutex state;
 std::map<u64, Allocation> allocations, imports;
-std::set<Stream *> streams;
+/// By address. A thread that drains all streams shares their ownership, because another thread may destroy one meanwhile.
+std::map<void *, std::shared_ptr<Stream>> streams;
 int contexts = 0;
 std::map<std::string, long> live;
 std::atomic<u64> launches{0};
@@ -121,14 +122,14 @@ void drain(Stream *stream) {
 }
 
 void drain_all() {
-    std::set<Stream *> all;
+    std::map<void *, std::shared_ptr<Stream>> all;
     {
         const std::lock_guard<std::mutex> held(state);
         all = streams;
     }
-    for (Stream *stream : all) {
-        const std::lock_guard<std::recursive_mutex> held(stream->lock);
-        if (!stream->capture) drain(stream);
+    for (const auto &entry : all) {
+        const std::lock_guard<std::recursive_mutex> held(entry.second->lock);
+        if (!entry.second->capture) drain(entry.second.get());
     }
 }
 
@@ -227,10 +228,11 @@ API int cuFuncSetAttribute(void *function, int attribute, int value) {
 }
 
 API int cuStreamCreate(void **stream, u32) {
-    auto *made = new Stream;
+    auto made = std::make_shared<Stream>();
     const std::lock_guard<std::mutex> held(state);
-    streams.insert(made), live["streams"]++;
-    return *stream = made, SUCCESS;
+    *stream = made.get();
+    streams[*stream] = made, live["streams"]++;
+    return SUCCESS;
 }
 API int cuStreamCreateWithPriority(void **stream, u32 flags, int priority) {
     return priority <= 0 && priority >= -5 ? cuStreamCreate(stream, flags) : INVALID_VALUE;
@@ -247,8 +249,7 @@ API int cuStreamQuery(void *stream) {
 API int cuStreamDestroy_v2(void *stream) {
     drain(static_cast<Stream *>(stream));
     const std::lock_guard<std::mutex> held(state);
-    streams.erase(static_cast<Stream *>(stream)), live["streams"]--;
-    delete static_cast<Stream *>(stream);
+    streams.erase(stream), live["streams"]--;
     return SUCCESS;
 }
 API int cuStreamIsCapturing(void *stream, int *status) { return *status = static_cast<Stream *>(stream)->capture ? 1 : 0, SUCCESS; }
