@@ -79,7 +79,8 @@ pub async fn run(
     }
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
-    let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
+    let (proxies, local) = (settings.trusted_proxies.clone(), listener.is_local()?);
+    let trust = Trust { proxies, local, expose: settings.expose_details };
     let (unread_max, hosts) = (settings.unread_max, std::mem::take(&mut settings.hosts));
     let checks_hosts = !hosts.is_empty() || listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);

@@ -8,14 +8,23 @@ use serde_json::Value;
 /// without end.
 const JSON_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
 
+/// What happens to keywords of a schema that cannot be enforced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UnenforcedKeywords {
+    /// A schema with such a keyword is refused.
+    Refused,
+    Ignored,
+}
+
 /// Returns the schema with the compiler's options. Options that the client wrote into the schema are dropped.
-pub(crate) fn with_options(mut schema: Value, lenient: bool) -> Result<Value, GrammarError> {
+pub(crate) fn with_options(mut schema: Value, unenforced: UnenforcedKeywords) -> Result<Value, GrammarError> {
     match &mut schema {
         Value::Bool(true) => schema = serde_json::json!({}),
         Value::Object(_) => {}
         _ => return Err(GrammarError::invalid("a schema must be an object")),
     }
     // llguidance enforces `oneOf` only if it can tell the alternatives apart.
+    let lenient = unenforced == UnenforcedKeywords::Ignored;
     let options = JsonCompileOptions { whitespace_pattern: Some(JSON_SPACE.to_owned()), lenient, ..Default::default() };
     options.apply_to(&mut schema);
     Ok(schema)

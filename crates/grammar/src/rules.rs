@@ -1,6 +1,6 @@
 //! Bounds grammars in Lark before llguidance sees them, because it follows rules and terminals by recursion.
 
-use crate::{GrammarError, schema};
+use crate::{GrammarError, lark::UnenforcedKeywords, schema};
 use serde_json::Value;
 use std::collections::HashMap;
 
@@ -145,7 +145,7 @@ impl<'a> LexemeReader<'a> {
                 let value = value.map_err(|error| GrammarError::invalid(format!("after '%{name}': {error}")))?;
                 self.at += values.byte_offset();
                 if name == "json" {
-                    schema::bounded(value, false)?;
+                    schema::bounded(value, UnenforcedKeywords::Refused)?;
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Bounds JSON schemas before llguidance sees them, because it follows schemas and references by recursion and compares properties with each
 //! other. Also finds problems that llguidance would notice only while a text is generated.
 
-use crate::GrammarError;
+use crate::{GrammarError, lark::UnenforcedKeywords};
 use regex_automata::meta::Regex;
 use serde_json::{Map, Value};
 use std::collections::HashSet;
@@ -29,9 +29,9 @@ const LISTS: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "items"];
 const MAPS: [&str; 2] = ["properties", "patternProperties"];
 
 /// Checks the sizes of a schema, and everything else that llguidance checks too late. Keywords that cannot be
-/// enforced are removed from a lenient schema; any other schema with such a keyword is refused.
-pub(crate) fn bounded(mut schema: Value, lenient: bool) -> Result<Value, GrammarError> {
-    let dropped = Walk { root: &schema, nodes: Vec::new(), referenced: HashSet::new(), lenient, dropped: Vec::new() }.run()?;
+/// enforced are removed, or the schema is refused.
+pub(crate) fn bounded(mut schema: Value, unenforced: UnenforcedKeywords) -> Result<Value, GrammarError> {
+    let dropped = Walk { root: &schema, nodes: Vec::new(), referenced: HashSet::new(), unenforced, dropped: Vec::new() }.run()?;
     for Dropped { object, keyword, entry } in dropped {
         let Some(Value::Object(object)) = schema.pointer_mut(&object) else { continue };
         match (entry, object.get_mut(keyword)) {
@@ -47,7 +47,7 @@ struct Walk<'a> {
     nodes: Vec<Node<'a>>,
     /// The targets of references that were followed. llguidance compiles each target once.
     referenced: HashSet<*const Value>,
-    lenient: bool,
+    unenforced: UnenforcedKeywords,
     dropped: Vec<Dropped>,
 }
 
@@ -68,7 +68,7 @@ enum PathStep<'a> {
     Index(usize),
 }
 
-/// A keyword, or one entry of its value, that is removed from a lenient schema. `object` is the JSON pointer of the schema that has the keyword.
+/// A keyword, or one entry of its value, that is removed from a schema. `object` is the JSON pointer of the schema that has the keyword.
 struct Dropped {
     object: String,
     keyword: &'static str,
@@ -169,7 +169,7 @@ impl<'a> Walk<'a> {
     }
 
     fn refuse(&mut self, at: usize, keyword: &'static str, entry: Option<&str>, problem: String) -> Result<(), GrammarError> {
-        if !self.lenient {
+        if self.unenforced == UnenforcedKeywords::Refused {
             return Err(GrammarError::Schema { place: self.place(at), problem });
         }
         self.dropped.push(Dropped { object: self.written(at, "", "/", "/"), keyword, entry: entry.map(str::to_owned) });

@@ -2,7 +2,7 @@
 
 use crate::{
     CHOICES_MAX, CONSTRAINT_BYTES_MAX, Constraint, GrammarError, Kind, ebnf,
-    lark::{literal, with_options},
+    lark::{UnenforcedKeywords, literal, with_options},
     rules, schema, structural_tag,
 };
 use llguidance::api::TopLevelGrammar;
@@ -14,10 +14,14 @@ pub(crate) fn of(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarErro
         Kind::JsonSchema { schema, lenient } => {
             let schema =
                 serde_json::from_str(schema).map_err(|error| GrammarError::invalid(format!("not valid JSON: {error}")))?;
-            let schema = schema::bounded(schema, *lenient)?;
-            Ok(TopLevelGrammar::from_json_schema(with_options(schema, *lenient)?))
+            let unenforced = if *lenient { UnenforcedKeywords::Ignored } else { UnenforcedKeywords::Refused };
+            let schema = schema::bounded(schema, unenforced)?;
+            Ok(TopLevelGrammar::from_json_schema(with_options(schema, unenforced)?))
         }
-        Kind::JsonObject => Ok(TopLevelGrammar::from_json_schema(with_options(serde_json::json!({ "type": "object" }), false)?)),
+        Kind::JsonObject => {
+            let object = with_options(serde_json::json!({ "type": "object" }), UnenforcedKeywords::Refused)?;
+            Ok(TopLevelGrammar::from_json_schema(object))
+        }
         Kind::Regex(regex) => Ok(TopLevelGrammar::from_regex(whole_text(regex))),
         Kind::Choice(texts) => choice(texts),
         Kind::Grammar(grammar) if ebnf::is_ebnf(grammar) => bounded_lark(ebnf::to_lark(grammar)?),

@@ -4,7 +4,7 @@
 
 use crate::{
     GrammarError,
-    lark::{literal, with_options},
+    lark::{UnenforcedKeywords, literal, with_options},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -123,7 +123,9 @@ impl Lark {
         }
         match format {
             TagFormat::ConstString { value } => Ok(literal(value)),
-            TagFormat::JsonSchema { json_schema } => Ok(format!("%json {}", with_options(json_schema.clone(), false)?)),
+            TagFormat::JsonSchema { json_schema } => {
+                Ok(format!("%json {}", with_options(json_schema.clone(), UnenforcedKeywords::Refused)?))
+            }
             TagFormat::Regex { pattern } => Ok(format!("/{}/", llguidance::regex_to_lark(pattern, ""))),
             TagFormat::AnyText {} if is_last => Ok("TEXT".to_owned()),
             TagFormat::AnyText {} => {

@@ -14,6 +14,6 @@ pub mod trace;
 
 pub use http::{AnswerError, UrlError};
 pub use hyper::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
-pub use prompt::{LocalTokenizerError, WordsError};
-pub use replay::{LoadError, Pace, PromptKind, ReplayProgress, Settings, replay};
+pub use prompt::{LocalTokenizerError, PromptKind, WordsError};
+pub use replay::{LoadError, Pace, ReplayProgress, Settings, replay};
 pub use target::{TargetError, TokenizeError};

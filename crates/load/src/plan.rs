@@ -1,7 +1,7 @@
 //! Turns the rows of a trace into requests before they are due, so that a due request can be sent at once.
 
 use crate::{
-    prompt::{LocalTokenizer, PromptMaker},
+    prompt::{LocalTokenizer, PromptKind, PromptMaker},
     report::Expected,
     request::{BodyFields, PreparedRequest},
     trace::{ConversationTrace, Load, Row},
@@ -52,8 +52,8 @@ pub(crate) struct Planner {
     pub(crate) times: RequestTimes,
     /// `None` for traces with text.
     pub(crate) prompts: Option<PromptMaker>,
-    /// Whether the prompts of a trace without text are sent as chats.
-    pub(crate) as_chat: bool,
+    /// How the prompts of a trace without text are sent.
+    pub(crate) kind: PromptKind,
     pub(crate) tokenizer: Option<LocalTokenizer>,
 }
 
@@ -79,9 +79,9 @@ impl Planner {
             Load::Blocks(blocks) => {
                 let prompts = self.prompts.as_ref().expect("a trace of blocks has prompts");
                 let prompt = prompts.prompt(row.index, &blocks);
-                let request = self.bodies.completion(&prompt, blocks.output_length, self.as_chat);
+                let request = self.bodies.completion(&prompt, blocks.output_length, self.kind);
                 // The template of a chat adds tokens.
-                let prompt_tokens = (!self.as_chat).then_some(blocks.input_length);
+                let prompt_tokens = (self.kind != PromptKind::Chat).then_some(blocks.input_length);
                 let expected = Expected { prompt_tokens, output_tokens: request.max_tokens };
                 PlannedWork::Request { request, expected }
             }

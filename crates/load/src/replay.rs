@@ -4,10 +4,11 @@ use crate::{
     dispatch::{self, RequestSource},
     http::{Http, UrlError},
     plan::{Planned, Planner, RequestTimes},
-    prompt::{LocalTokenizer, LocalTokenizerError, PromptMaker, WordsError},
+    prompt::{LocalTokenizer, LocalTokenizerError, PromptKind, PromptMaker, WordsError},
     report::{Fact, Recorder, Report, RequestOutcome, Slo},
     request::BodyFields,
     runner::RequestRunner,
+    stream::WantedParts,
     target::{BenchTarget, TargetError, TokenizeError},
     trace::{Format, Trace, TraceError, TraceSettings},
 };
@@ -112,20 +113,6 @@ pub enum Pace {
     },
 }
 
-/// How the prompts of traces without text are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PromptKind {
-    /// A prompt is the text of a completion.
-    Text,
-    /// A prompt is the text of a chat's only message. The chat template adds tokens.
-    Chat,
-    /// A prompt is a list of token ids of a completion.
-    Ids {
-        /// The size of the vocabulary: all ids are below it.
-        vocabulary: u32,
-    },
-}
-
 /// The progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplayProgress {
@@ -192,7 +179,7 @@ pub async fn replay(
     let runner = Arc::new(RequestRunner {
         http: target.http,
         bodies,
-        worker_header: settings.worker_header.clone(),
+        wanted: WantedParts { worker_header: settings.worker_header.clone(), text: false },
         timeout: settings.timeout,
         start: Instant::now(),
         stop,
@@ -258,7 +245,7 @@ async fn prepare(trace: &Trace, settings: &Settings) -> Result<(BenchTarget, Pla
         Pace::Rate { per_second } => RequestTimes::Random { per_second, rng: Rng::with_seed(seed), last: Duration::ZERO },
         Pace::Closed { .. } => RequestTimes::Closed,
     };
-    Ok((target, Planner { bodies, times, prompts, as_chat: settings.prompts == PromptKind::Chat, tokenizer }))
+    Ok((target, Planner { bodies, times, prompts, kind: settings.prompts, tokenizer }))
 }
 
 fn facts(trace: &Trace, settings: &Settings, model: &str, skipped: u64) -> Vec<Fact> {

@@ -1,6 +1,9 @@
 //! The bodies of requests.
 
-use crate::{prompt::MadePrompt, trace::ChatRow};
+use crate::{
+    prompt::{MadePrompt, PromptKind},
+    trace::ChatRow,
+};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 
@@ -28,10 +31,10 @@ const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 
 impl BodyFields {
-    /// Returns a request for the continuation of a prompt. `as_chat`: the prompt is the only message of a chat.
-    pub(crate) fn completion(&self, prompt: &MadePrompt, output_length: u64, as_chat: bool) -> PreparedRequest {
+    /// Returns a request for the continuation of a prompt, which is the only message of a chat if the kind is a chat.
+    pub(crate) fn completion(&self, prompt: &MadePrompt, output_length: u64, kind: PromptKind) -> PreparedRequest {
         let max_tokens = self.capped(Some(output_length));
-        let (path, field, prompt) = if as_chat {
+        let (path, field, prompt) = if kind == PromptKind::Chat {
             (CHAT, "messages", json!([{ "role": "user", "content": prompt }]))
         } else {
             (COMPLETIONS, "prompt", json!(prompt))
@@ -90,13 +93,13 @@ mod tests {
     #[test]
     fn answers_are_streamed_with_usage_and_as_long_as_recorded() {
         let streamed = json!({ "include_usage": true });
-        let request = bodies(None).completion(&MadePrompt::Ids(vec![1, 2]), 9, false);
+        let request = bodies(None).completion(&MadePrompt::Ids(vec![1, 2]), 9, PromptKind::Text);
         assert_eq!(request.path, "/v1/completions");
         assert_eq!(
             parsed(&request),
             json!({ "prompt": [1, 2], "model": "m", "stream": true, "stream_options": streamed, "max_tokens": 9 })
         );
-        let request = bodies(Some(4)).completion(&MadePrompt::Text("a".to_owned()), 9, true);
+        let request = bodies(Some(4)).completion(&MadePrompt::Text("a".to_owned()), 9, PromptKind::Chat);
         assert_eq!((request.path, request.max_tokens), ("/v1/chat/completions", Some(4)));
         assert_eq!(parsed(&request)["messages"], json!([{ "role": "user", "content": "a" }]));
     }

@@ -7,7 +7,6 @@ use crate::{
     request::{BodyFields, PreparedRequest},
     stream::{self, WantedParts},
 };
-use hyper::header::HeaderName;
 use serde_json::{Value, json};
 use std::{
     error::Error,
@@ -23,7 +22,8 @@ use tokio_util::sync::CancellationToken;
 pub(crate) struct RequestRunner {
     pub(crate) http: Http,
     pub(crate) bodies: BodyFields,
-    pub(crate) worker_header: Option<HeaderName>,
+    /// What every answer is read for.
+    pub(crate) wanted: WantedParts,
     /// Time limit for a complete answer.
     pub(crate) timeout: Duration,
     pub(crate) start: Instant,
@@ -39,7 +39,7 @@ impl RequestRunner {
     /// of the run; `None`: now.
     pub(crate) async fn run(&self, work: PlannedWork, due: Option<Duration>) {
         match work {
-            PlannedWork::Request { request, expected } => drop(self.send(request, due, expected, false).await),
+            PlannedWork::Request { request, expected } => drop(self.send(request, due, expected, &self.wanted).await),
             PlannedWork::Conversation { steps, tools } => self.converse(steps, tools.as_ref(), due).await,
         }
     }
@@ -47,11 +47,12 @@ impl RequestRunner {
     /// Sends the requests of a conversation, each with all answers received so far. A request is due when the answer before it is complete.
     async fn converse(&self, steps: Vec<PlannedStep>, tools: Option<&Value>, mut due: Option<Duration>) {
         let (mut messages, mut rest) = (Vec::new(), steps.len() as u64);
+        let with_text = WantedParts { text: true, ..self.wanted.clone() };
         for step in steps {
             messages.extend(step.messages);
             let request = self.bodies.next(&messages, tools, step.answer_tokens);
             rest -= 1;
-            let Some(text) = self.send(request, due.take(), Expected::default(), true).await else {
+            let Some(text) = self.send(request, due.take(), Expected::default(), &with_text).await else {
                 self.skipped.fetch_add(rest, Ordering::Relaxed);
                 return;
             };
@@ -59,13 +60,18 @@ impl RequestRunner {
         }
     }
 
-    /// Sends one request. Returns the text of a complete answer, which is empty unless `text` is set.
-    async fn send(&self, request: PreparedRequest, due: Option<Duration>, expected: Expected, text: bool) -> Option<String> {
-        let wanted = WantedParts { worker_header: self.worker_header.clone(), text };
+    /// Sends one request. Returns the text of a complete answer, which is empty unless it is wanted.
+    async fn send(
+        &self,
+        request: PreparedRequest,
+        due: Option<Duration>,
+        expected: Expected,
+        wanted: &WantedParts,
+    ) -> Option<String> {
         let sent = self.start.elapsed();
         let answering = async {
             let response = self.http.post(request.path, request.body).await.map_err(|error| failed(&error))?;
-            stream::read(response, self.start, &wanted).await
+            stream::read(response, self.start, wanted).await
         };
         let received = tokio::select! {
             received = tokio::time::timeout(self.timeout, answering) => received.unwrap_or_else(|_| {

@@ -136,7 +136,7 @@ pub(crate) async fn read(response: Response<Incoming>, start: Instant, wanted: &
         ));
     }
     let worker = wanted.worker_header.as_ref().and_then(|name| response.headers().get(name)?.to_str().ok().map(Arc::from));
-    let mut received = read_events(pin!(events(response, ANSWER_MAX)), start, wanted.text).await?;
+    let mut received = read_events(pin!(events(response, ANSWER_MAX)), start, wanted).await?;
     if let Some(worker) = worker {
         received.answer.prefill_worker = Some(Arc::clone(&worker));
         received.answer.decode_worker = Some(worker);
@@ -147,7 +147,7 @@ pub(crate) async fn read(response: Response<Incoming>, start: Instant, wanted: &
 async fn read_events(
     mut events: impl Stream<Item = Result<String, HttpError>> + Unpin,
     start: Instant,
-    wants_text: bool,
+    wanted: &WantedParts,
 ) -> Result<Received, Failure> {
     let (mut answer, mut text) = (MeasuredAnswer::default(), String::new());
     let (mut last, mut with_tokens, mut bytes): (Option<Duration>, u64, usize) = (None, 0, 0);
@@ -183,7 +183,7 @@ async fn read_events(
             }
             last = Some(now);
         }
-        if wants_text {
+        if wanted.text {
             event.choices.iter().take(1).for_each(|choice| text.push_str(choice.text()));
         }
         usage = event.usage.or(usage);
@@ -231,7 +231,7 @@ mod tests {
             tokio::time::sleep(Duration::from_millis(10)).await;
             Ok(event)
         });
-        read_events(pin!(events_of(chunks, ANSWER_MAX)), start, true).await
+        read_events(pin!(events_of(chunks, ANSWER_MAX)), start, &WantedParts { worker_header: None, text: true }).await
     }
 
     #[tokio::test(start_paused = true)]

@@ -165,20 +165,21 @@ fn edit<T>(path: &Path, change: impl FnOnce(&mut ApiKeyFile) -> Result<T>) -> Re
     let lock = File::open(folder).with_context(|| format!("the folder {} cannot be opened", folder.display()))?;
     lock.lock().with_context(|| format!("the folder {} cannot be locked", folder.display()))?;
     let exists = path.try_exists().with_context(|| format!("{} cannot be read", path.display()))?;
+    let before = exists.then(|| fs::metadata(path)).transpose()?;
     let mut file = if exists { ApiKeyFile::read(path)? } else { ApiKeyFile::default() };
     let result = change(&mut file)?;
-    write(folder, path, &file.to_toml(), exists).with_context(|| format!("{} cannot be written", path.display()))?;
+    write(folder, path, &file.to_toml(), before).with_context(|| format!("{} cannot be written", path.display()))?;
     Ok(result)
 }
 
 /// Replaces the file. A new file can be read only by its owner. An existing one keeps its owner and permissions, because a frontend of
 /// another user that could not read it would not notice that a key is revoked.
-fn write(folder: &Path, path: &Path, text: &str, exists: bool) -> Result<()> {
+fn write(folder: &Path, path: &Path, text: &str, before: Option<fs::Metadata>) -> Result<()> {
     const HEADING: &str = "# API keys of Tandem's frontends. `tandem key` edits this file; comments are not kept.\n\n";
     let mut new = tempfile::NamedTempFile::new_in(folder)?;
     write!(new, "{HEADING}{text}")?;
-    if exists {
-        let (before, now) = (fs::metadata(path)?, new.as_file().metadata()?);
+    if let Some(before) = before {
+        let now = new.as_file().metadata()?;
         if (before.uid(), before.gid()) != (now.uid(), now.gid()) {
             fchown(new.as_file(), Some(before.uid()), Some(before.gid())).context("the owner of the file cannot be kept")?;
         }

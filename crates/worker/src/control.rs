@@ -41,14 +41,14 @@ impl Control for ControlService {
         let Worker { backend, metrics, shutdown, settings, .. } = self.0.clone();
         let broker = settings.broker.clone().filter(|_| events_over_nats);
         let replies = self.0.requests.start_background(|replies| async move {
-            let watcher = LoadWatcher { instance_id, metrics, replies, broker };
+            let watcher = LoadWatcher { instance_id, metrics, replies, broker, without_snapshot: events_over_nats };
             let error = tokio::select! {
                 // The branches are polled in this order, because a hung engine does not answer `watch`. While the engine hangs, every new
                 // stream ends with the error of `engine_hung`, so the router places no requests on this worker.
                 biased;
                 () = shutdown.draining() => draining(),
                 () = backend.hung() => engine_hung(),
-                ended = async { watcher.run(backend.watch().await, events_over_nats).await } => ended?,
+                ended = async { watcher.run(backend.watch().await).await } => ended?,
             };
             watcher.replies.fail(error).await
         });
@@ -104,14 +104,15 @@ struct LoadWatcher {
     replies: ReplySender<WatchReply>,
     /// The broker over which the client receives the events while the broker is connected; `None` if the stream carries all events.
     broker: Option<Broker>,
+    without_snapshot: bool,
 }
 
 impl LoadWatcher {
     /// Sends the snapshot and all later events, until they cannot be sent without a gap. Returns the error with which the stream ends.
-    async fn run(&self, watch: Option<CacheWatch>, without_snapshot: bool) -> Result<Status, Disconnected> {
+    async fn run(&self, watch: Option<CacheWatch>) -> Result<Status, Disconnected> {
         let Some(CacheWatch { snapshot, load, mut batches }) = watch else { return Ok(engine_ended()) };
         let above = snapshot.at_event_id;
-        if !without_snapshot {
+        if !self.without_snapshot {
             for chunk in snapshot_chunks(&self.instance_id, &snapshot) {
                 self.replies.send(WatchReply { message: Some(watch_reply::Message::Snapshot(chunk)) }).await?;
             }

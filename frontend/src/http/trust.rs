@@ -18,17 +18,13 @@ pub(super) struct OnAdminListener;
 /// The settings that decide which peers are trusted.
 pub(crate) struct Trust {
     /// The networks of the trusted proxies. Empty: peers on this host are trusted if `local`.
-    proxies: Vec<IpNet>,
+    pub(crate) proxies: Vec<IpNet>,
     /// Whether the listener can be reached only from this host.
-    local: bool,
-    expose: ExposeDetails,
+    pub(crate) local: bool,
+    pub(crate) expose: ExposeDetails,
 }
 
 impl Trust {
-    pub(crate) fn new(proxies: Vec<IpNet>, local: bool, expose: ExposeDetails) -> Self {
-        Self { proxies, local, expose }
-    }
-
     /// Whether the request comes from a trusted peer. Every peer of the admin listener is trusted, and so is every one of `proxies`. If
     /// `proxies` is empty, a local listener trusts every peer whose request was not forwarded.
     pub(super) fn trusts(&self, request: &Parts) -> bool {
@@ -90,7 +86,7 @@ mod tests {
 
     fn trust(proxies: &[&str], local: bool) -> Trust {
         let proxies = proxies.iter().map(|network| network.parse().expect("the network is valid")).collect();
-        Trust::new(proxies, local, ExposeDetails::Trusted)
+        Trust { proxies, local, expose: ExposeDetails::Trusted }
     }
 
     #[test]

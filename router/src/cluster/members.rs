@@ -388,7 +388,7 @@ impl ClusterMembers {
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
             let prefix = MemberPrefix { overlap_blocks: of(&overlaps, member), computed_blocks: of(&predicted, member) };
-            member.candidate(prefix, excluded, now, costs)
+            Candidate { excluded, ..member.candidate(prefix, now, costs) }
         };
         members.iter().map(candidate).collect()
     }

@@ -13,6 +13,20 @@ use crate::trace::TraceBlocks;
 use fastrand::Rng;
 use words::PromptWords;
 
+/// How the prompts of traces without text are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PromptKind {
+    /// A prompt is the text of a completion.
+    Text,
+    /// A prompt is the text of a chat's only message. The chat template adds tokens.
+    Chat,
+    /// A prompt is a list of token ids of a completion.
+    Ids {
+        /// The size of the vocabulary: all ids are below it.
+        vocabulary: u32,
+    },
+}
+
 /// Makes prompts.
 #[derive(Clone, Debug)]
 pub(crate) struct PromptMaker {

@@ -73,7 +73,7 @@ pub fn html(title: &str, reports: &[Report]) -> String {
         title,
         style: STYLE,
         reports: reports.iter().enumerate().map(|(index, report)| part(index, report)).collect(),
-        times: reports.iter().flat_map(|report| times(report, reports.len() > 1)).collect(),
+        times: reports.iter().flat_map(|report| times(report, (reports.len() > 1).then_some(&*report.name))).collect(),
         sections: sections.into_iter().filter(|section| !section.charts.is_empty()).collect(),
         workers,
     };
@@ -127,12 +127,12 @@ fn tiles(report: &Report) -> Vec<PageTile> {
     tiles
 }
 
-/// Returns the rows of a report in the table of times. With several reports, each row names its report.
-fn times(report: &Report, named: bool) -> Vec<Vec<String>> {
+/// Returns the rows of a report in the table of times. With several reports, each row has the report's name.
+fn times(report: &Report, shown_name: Option<&str>) -> Vec<Vec<String>> {
     let rows = [("TTFT", &report.ttft), ("ITL", &report.itl), ("E2E", &report.e2e), ("Late start", &report.late.lateness)];
     let row = |(name, summary): (&str, &Option<TimeSummary>)| {
         let summary = summary.as_ref()?;
-        let name = if named { format!("{name}, {}", report.name) } else { name.to_owned() };
+        let name = shown_name.map_or_else(|| name.to_owned(), |report| format!("{name}, {report}"));
         let times = [summary.mean_ms, summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms];
         Some([name, whole(summary.count)].into_iter().chain(times.map(decimal)).collect())
     };

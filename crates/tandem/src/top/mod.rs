@@ -14,7 +14,7 @@ use std::{
     io::{IsTerminal, stdin, stdout},
     time::Duration,
 };
-use table::{Column, TextTable};
+use table::{Column, SortOrder, TextTable};
 use tandem_process::retry::error_chain;
 use tandem_proto::{
     channel::{self, Channel, Network, PeerRole},
@@ -126,7 +126,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
     let network = Network::tcp(args.key.read()?).with_tls(tls.map(|(tls, _)| tls));
     let mut router = RouterConnection::connect(&args.router, &network)?;
     let interval = Duration::from_secs_f64(args.interval);
-    let mut screen = Screen::new(args.sort, args.reverse);
+    let mut screen = Screen::new(SortOrder { by: args.sort, reverse: args.reverse });
     let before = router.view()?;
     if args.once || !stdout().is_terminal() || !stdin().is_terminal() {
         std::thread::sleep(interval);

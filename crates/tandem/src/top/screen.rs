@@ -1,6 +1,6 @@
 //! Shows the table in a terminal, and handles the keys. A narrow terminal has fewer columns.
 
-use super::table::{Cell, Column, TextTable};
+use super::table::{Cell, Column, SortOrder, TextTable};
 use ratatui::{
     Frame,
     crossterm::event::{KeyCode, KeyEvent, KeyModifiers},
@@ -11,8 +11,7 @@ use ratatui::{
 };
 
 pub(super) struct Screen {
-    sort: Column,
-    reverse: bool,
+    order: SortOrder,
     above: usize,
 }
 
@@ -25,17 +24,17 @@ pub(super) enum KeyAction {
 const KEYS: &str = "q quit   ← → sort by   r reverse   ↑ ↓ scroll";
 
 impl Screen {
-    pub(super) fn new(sort: Column, reverse: bool) -> Self {
-        Self { sort, reverse, above: 0 }
+    pub(super) fn new(order: SortOrder) -> Self {
+        Self { order, above: 0 }
     }
 
     pub(super) fn press(&mut self, key: KeyEvent) -> KeyAction {
         match key.code {
             KeyCode::Char('q') | KeyCode::Esc => return KeyAction::Quit,
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return KeyAction::Quit,
-            KeyCode::Right => self.sort = self.sort.step(1),
-            KeyCode::Left => self.sort = self.sort.step(-1),
-            KeyCode::Char('r') => self.reverse = !self.reverse,
+            KeyCode::Right => self.order.by = self.order.by.step(1),
+            KeyCode::Left => self.order.by = self.order.by.step(-1),
+            KeyCode::Char('r') => self.order.reverse = !self.order.reverse,
             KeyCode::Down => self.above += 1,
             KeyCode::Up => self.above = self.above.saturating_sub(1),
             _ => {}
@@ -44,7 +43,7 @@ impl Screen {
     }
 
     pub(super) fn sorted(&self, mut table: TextTable) -> TextTable {
-        table.sort(self.sort, self.reverse);
+        table.sort(self.order);
         table
     }
 
@@ -69,7 +68,7 @@ impl Screen {
             Row::new(columns.iter().map(|&column| aligned(row[column as usize].to_string(), column))).style(style)
         });
         let heads = columns.iter().map(|&column| {
-            let (arrow, style) = match (column == self.sort, self.reverse) {
+            let (arrow, style) = match (column == self.order.by, self.order.reverse) {
                 (false, _) => ("", Style::new()),
                 (true, true) => ("▼", Style::new().bold()),
                 (true, false) => ("▲", Style::new().bold()),
@@ -89,7 +88,7 @@ impl Screen {
     /// Returns the columns that fit into this width, and how many do not. The column by which the rows are sorted is always one of the first.
     fn columns(&self, table: &TextTable, width: usize) -> (Vec<Column>, usize) {
         let mut columns = Column::all().to_vec();
-        for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != self.sort) {
+        for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != self.order.by) {
             let needed: usize = columns.iter().map(|&column| self.width(column, table) + 1).sum();
             if needed <= width + 1 {
                 break;
@@ -103,7 +102,7 @@ impl Screen {
     fn width(&self, column: Column, table: &TextTable) -> usize {
         let longest = table.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
         let [upper, lower] = column.head();
-        longest.max(upper.len() + usize::from(column == self.sort)).max(lower.len())
+        longest.max(upper.len() + usize::from(column == self.order.by)).max(lower.len())
     }
 }
 
@@ -152,7 +151,7 @@ mod tests {
 
     #[test]
     fn screen_shows_every_worker_and_its_problems() {
-        let mut screen = Screen::new(Column::Worker, false);
+        let mut screen = Screen::new(SortOrder::default());
         let lines = drawn(&mut screen, None);
         assert_eq!(lines[0], "blue serves m: 2 of 3 workers, 6 requests");
         assert!(lines[2].starts_with("worker▲") && lines[2].contains(" hit "), "{lines:#?}");
@@ -169,7 +168,7 @@ mod tests {
 
     #[test]
     fn keys_sort_and_scroll_the_table_and_quit() {
-        let mut screen = Screen::new(Column::Worker, false);
+        let mut screen = Screen::new(SortOrder::default());
         for _ in 0..4 {
             assert_eq!(press(&mut screen, KeyCode::Right), KeyAction::Continue);
         }
@@ -196,7 +195,7 @@ mod tests {
         cluster.unavailable[0].reason =
             "the process's model is another, but the cluster's is this one; stop it, or give it a port of its own".to_owned();
         let table = TextTable::new(&cluster, &cluster, Duration::from_secs(2));
-        let mut screen = Screen::new(Column::CachedTokens, false);
+        let mut screen = Screen::new(SortOrder { by: Column::CachedTokens, ..SortOrder::default() });
         let lines = drawn_at(80, &mut screen, &table, None);
         let heads = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
         assert_eq!(heads(&lines[2]), "worker health running queued hit cached▲ prefill decode", "{lines:#?}");

@@ -6,6 +6,13 @@ use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
 use tandem_proto::v1::{StepTotals, WorkerView, WorkersReply};
 
 /// The columns, from left to right: texts first, which are aligned to the left, then numbers.
+/// By which column the rows are sorted, and whether in descending order.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SortOrder {
+    pub by: Column,
+    pub reverse: bool,
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum Column {
     /// Worker id
@@ -171,7 +178,7 @@ impl TextTable {
     }
 
     /// Sorts the rows. Rows with equal values are ordered by worker id.
-    pub(super) fn sort(&mut self, by: Column, reverse: bool) {
+    pub(super) fn sort(&mut self, SortOrder { by, reverse }: SortOrder) {
         self.rows.sort_by(|one, other| one[Column::Worker as usize].order(&other[Column::Worker as usize]));
         self.rows.sort_by(|one, other| {
             let order = one[by as usize].order(&other[by as usize]);
@@ -354,7 +361,7 @@ pub(super) mod tests {
     fn rows_are_sorted_by_column_and_direction() {
         let order = |by, reverse| {
             let mut table = table();
-            table.sort(by, reverse);
+            table.sort(SortOrder { by, reverse });
             table.rows.iter().map(|row| row[0].to_string()).collect::<Vec<_>>()
         };
         assert_eq!(order(Column::Worker, false), ["d0", "h:7100", "p0"]);

@@ -63,7 +63,7 @@ impl Conversation {
         let tools: Vec<Value> = match abilities.tools {
             Some(_) => self.tools.list.iter().map(|tool| tool.definition.clone()).collect(),
             None => {
-                hermes::describe(&mut messages, &self.tools.list, abilities.system != SystemPlaces::Never);
+                hermes::describe(&mut messages, &self.tools.list, abilities.system);
                 Vec::new()
             }
         };

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 impl Member {
     /// Returns the member as a candidate for a placement. The older its measurements are, the less weight they have.
-    pub(in crate::cluster) fn candidate(&self, prefix: MemberPrefix, excluded: bool, now: Instant, costs: &Costs) -> Candidate {
+    pub(in crate::cluster) fn candidate(&self, prefix: MemberPrefix, now: Instant, costs: &Costs) -> Candidate {
         let Self { load, bookings, info, measured, .. } = self;
         let weight = |at: Instant| Measurement::weight(now.duration_since(at), costs);
         let (prefilled, decoded) = (weight(self.prefilled_at), weight(self.decoded_at));
@@ -19,7 +19,7 @@ impl Member {
         Candidate {
             role: self.role,
             family: self.family.clone(),
-            excluded,
+            excluded: false,
             tokens_max: capacity.min(context),
             overlap_blocks: prefix.overlap_blocks,
             predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),

@@ -104,8 +104,7 @@ fn short_prefills_do_not_renew_the_weight_of_an_old_rate() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let id = scenario.member("p0");
     let weight = |scenario: &Scenario| {
-        let candidate =
-            scenario.state.members.get(id).candidate(MemberPrefix::default(), false, Instant::now(), &Costs::default());
+        let candidate = scenario.state.members.get(id).candidate(MemberPrefix::default(), Instant::now(), &Costs::default());
         candidate.prefill_tokens_per_second.expect("the prefill rate is measured").weight
     };
     let report = |scenario: &mut Scenario, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {

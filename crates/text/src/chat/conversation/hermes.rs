@@ -1,6 +1,7 @@
 //! Writes tools as texts of messages, for templates that cannot render tools. The texts have the format of Hermes and Qwen 2.5, which most
 //! models have seen in training.
 
+use super::system::SystemPlaces;
 use crate::chat::{Message, Role, Tool};
 use serde_json::{Value, json};
 
@@ -39,7 +40,7 @@ fn with_calls_as_text(message: &Message) -> Message {
 }
 
 /// Describes the tools, if there are any, in the system message at the head, or in the first user message if the template has no system message.
-pub(super) fn describe(messages: &mut Vec<Message>, tools: &[Tool], system: bool) {
+pub(super) fn describe(messages: &mut Vec<Message>, tools: &[Tool], places: SystemPlaces) {
     if tools.is_empty() {
         return;
     }
@@ -51,6 +52,7 @@ pub(super) fn describe(messages: &mut Vec<Message>, tools: &[Tool], system: bool
          <args-json-object>}}\n</tool_call>",
         list.join("\n")
     );
+    let system = places != SystemPlaces::Never;
     let role = if system { Role::System } else { Role::User };
     if let Some(first) = messages.first_mut().filter(|first| system && first.role == role) {
         return first.append("\n\n", &description);

@@ -66,7 +66,7 @@ impl OutputParser {
     /// Returns a parser for one sample.
     pub fn new(format: &OutputFormat) -> Self {
         Self {
-            reasoning: format.reasoning.parser.tags().map(|tags| ReasoningSplitter::new(tags, format.reasoning.is_open)),
+            reasoning: ReasoningSplitter::new(format.reasoning),
             hides_reasoning: format.reasoning.is_hidden,
             calls: Calls::new(&format.tools),
         }

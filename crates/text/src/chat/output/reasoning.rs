@@ -1,5 +1,6 @@
 //! Separates the reasoning at the beginning of an answer from the rest.
 
+use super::ReasoningFormat;
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -77,9 +78,11 @@ enum ReasoningState {
 }
 
 impl ReasoningSplitter {
-    pub(super) fn new(tags: Tags, is_open: bool) -> Self {
-        let state = if is_open { ReasoningState::Inside { begun: false } } else { ReasoningState::Before };
-        Self { tags, state, held: String::new() }
+    /// Returns a splitter for one sample; `None` if the model marks no reasoning.
+    pub(super) fn new(format: ReasoningFormat) -> Option<Self> {
+        let tags = format.parser.tags()?;
+        let state = if format.is_open { ReasoningState::Inside { begun: false } } else { ReasoningState::Before };
+        Some(Self { tags, state, held: String::new() })
     }
 
     pub(super) fn is_inside(&self) -> bool {
