@@ -1,5 +1,6 @@
 //! A checked message of a conversation.
 
+use super::output::repaired;
 use serde_json::{Map, Value, json};
 
 /// A message's author.
@@ -114,10 +115,15 @@ fn add(text: &mut Option<String>, more: &str) {
 }
 
 impl ToolCall {
-    /// Parses the arguments of a call, which clients send as JSON text. As in vLLM, `{}` replaces a text that is not a JSON object: a model has
-    /// written it earlier, and an error would end the conversation.
+    /// Parses the arguments of a call, which clients send as JSON text. A model wrote the text earlier, so an error would end the conversation: a text
+    /// that is no object, and cannot be repaired to one, becomes the parameter `arguments`.
     pub fn arguments(text: &str) -> Map<String, Value> {
-        serde_json::from_str(text).unwrap_or_default()
+        let parsed = serde_json::from_str(text).ok().or_else(|| repaired(text));
+        match parsed {
+            Some(Value::Object(arguments)) => arguments,
+            None | Some(Value::Null) if text.trim().is_empty() || text.trim() == "null" => Map::new(),
+            other => Map::from_iter([("arguments".to_owned(), other.unwrap_or_else(|| text.into()))]),
+        }
     }
 
     fn for_template(&self, form: &MessageForm) -> Value {

@@ -32,6 +32,8 @@ pub(super) struct Calls {
     begun: bool,
     /// Whether the text follows directly after a call.
     follows_call: bool,
+    /// Whether the answer has content so far.
+    has_content: bool,
     is_ended: bool,
 }
 
@@ -78,12 +80,14 @@ impl Calls {
             count: 0,
             begun: false,
             follows_call: false,
+            has_content: false,
             is_ended: false,
         })
     }
 
-    pub(super) fn count(&self) -> usize {
-        self.count
+    /// Returns whether there are calls, and the last one is complete.
+    pub(super) fn are_complete(&self) -> bool {
+        self.count > 0 && !matches!(self.state, CallState::Arguments { .. })
     }
 
     pub(super) fn is_complete(&self) -> bool {
@@ -112,7 +116,7 @@ impl Calls {
     pub(super) fn has_call(&self, text: &str) -> bool {
         let mut calls = self.clone();
         calls.push(text, &mut Pieces::default());
-        calls.count > self.count && !matches!(calls.state, CallState::Arguments { .. })
+        calls.count > self.count && calls.are_complete()
     }
 
     /// Begins a call, unless the model may not call the tool.
@@ -286,11 +290,14 @@ impl Calls {
         if visible.is_empty() {
             return;
         }
+        // A line feed remains between the texts before and after calls.
+        self.line_feeds += usize::from(self.follows_call && self.has_content);
         (self.begun, self.follows_call) = (true, false);
         let body = visible.trim_end_matches('\n');
         if !body.is_empty() {
             pieces.content(&"\n".repeat(std::mem::take(&mut self.line_feeds)));
             pieces.content(body);
+            self.has_content = true;
         }
         self.line_feeds += visible.len() - body.len();
     }

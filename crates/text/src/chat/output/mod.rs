@@ -11,6 +11,7 @@ mod piece;
 mod reasoning;
 
 pub use format::ToolCallParser;
+pub(crate) use json::repaired;
 pub use piece::{Piece, Pieces};
 pub use reasoning::ReasoningParser;
 
@@ -173,9 +174,9 @@ impl OutputParser {
             || self.harmony.as_ref().is_some_and(Harmony::is_reasoning)
     }
 
-    /// Returns the number of tool calls so far.
-    pub fn calls(&self) -> usize {
-        self.calls.as_ref().map_or(0, Calls::count)
+    /// Returns whether the text so far has tool calls and the last one is complete.
+    pub fn has_complete_calls(&self) -> bool {
+        self.calls.as_ref().is_some_and(Calls::are_complete)
     }
 
     /// Returns whether the answer is complete whatever text follows: it may have only one tool call, and has it.
