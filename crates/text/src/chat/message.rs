@@ -99,6 +99,10 @@ impl Message {
                 fields.insert(name.to_owned(), value.as_str().into());
             }
         }
+        let thinks = form.thinking && !self.tool_calls.is_empty() && self.content.as_deref().unwrap_or_default().is_empty();
+        if let Some(reasoning) = self.reasoning.as_deref().filter(|_| thinks) {
+            fields.insert("thinking".to_owned(), reasoning.into());
+        }
         if !self.tool_calls.is_empty() {
             let calls = self.tool_calls.iter().map(|call| call.for_template(form));
             fields.insert("tool_calls".to_owned(), calls.collect());
@@ -144,4 +148,8 @@ pub struct MessageForm {
     pub null_content: bool,
     /// Whether the template reads the arguments of tool calls as JSON text, not as an object.
     pub text_arguments: bool,
+    /// Whether the template refuses tools without a description.
+    pub described_tools: bool,
+    /// Whether the template reads the reasoning before calls from the field `thinking`, and refuses it beside content (gpt-oss).
+    pub thinking: bool,
 }
