@@ -12,7 +12,7 @@ pub(crate) const SAMPLES: Range = Range { low: 1.0, high: SAMPLES_MAX as f64, al
 pub(crate) const TEMPERATURE: Range = Range { low: 0.0, high: 2.0, allowed: "between 0 and 2" };
 pub(crate) const PENALTY: Range = Range { low: -2.0, high: 2.0, allowed: "between -2 and 2" };
 pub(crate) const FRACTION: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
-pub(crate) const TOP_P: Range = Range { low: f32::MIN_POSITIVE as f64, high: 1.0, allowed: "above 0 and at most 1" };
+pub(crate) const TOP_P: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
 pub(crate) const REPETITION: Range = Range { low: f32::MIN_POSITIVE as f64, high: 100.0, allowed: "above 0 and at most 100" };
 pub(crate) const TOP_K: Range = Range { low: -1.0, high: u32::MAX as f64, allowed: "-1 or 0 (off) or a number of tokens" };
 /// The number of alternatives that are reported for each token.

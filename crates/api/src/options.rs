@@ -216,7 +216,8 @@ impl Common {
             max_tokens: None,
             min_tokens,
             temperature: TEMPERATURE.check_or("temperature", self.temperature, 1.0)?,
-            top_p: TOP_P.check_or("top_p", self.top_p, 1.0)?,
+            // 0 selects the likeliest token, as the smallest share does. vLLM refuses 0.
+            top_p: TOP_P.check_or("top_p", self.top_p, 1.0)?.max(f32::MIN_POSITIVE),
             top_k: top_k.max(0) as u32,
             min_p: FRACTION.check_or("min_p", self.min_p, 0.0)?,
             frequency_penalty: PENALTY.check_or("frequency_penalty", self.frequency_penalty, 0.0)?,

@@ -110,6 +110,16 @@ impl ServedModel {
         self
     }
 
+    /// Returns whether the chat template writes tool calls between tags that no parser knows. Such calls stay in the content of answers.
+    pub fn has_unknown_calls(&self) -> bool {
+        let is_tag = |text: &str| {
+            let tag = text.split('>').next().unwrap_or_default();
+            tag.len() < 40 && (tag.contains("tool_call") || tag.contains("function_call"))
+        };
+        let source = self.template.as_ref().map_or("", |template| template.source());
+        self.tool_call_parser == ToolCallParser::Json && source.split('<').skip(1).any(is_tag)
+    }
+
     /// Returns a model that differs only in its id: a LoRA of this one.
     pub fn named(&self, id: impl Into<String>) -> Self {
         Self { id: id.into(), held_max: Arc::new(AtomicU32::new(u32::MAX)), ..self.clone() }

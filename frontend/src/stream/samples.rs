@@ -269,7 +269,7 @@ impl Sample {
             delta.logprobs.extend(self.logprobs.drain(..));
             delta.finish = Some(FinishReason::Stop);
         }
-        if delta.finish == Some(FinishReason::Stop) && parser.calls() > 0 {
+        if delta.finish == Some(FinishReason::Stop) && parser.has_complete_calls() {
             delta.finish = Some(FinishReason::ToolCalls);
         }
     }

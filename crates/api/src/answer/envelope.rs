@@ -144,7 +144,9 @@ impl<'a> Choice<'a> {
         finish_reason: Option<FinishReason>,
         tokens: TokenFields<'a>,
     ) -> Self {
-        Self::ChatDelta { index, delta, logprobs: logprobs.map(Logprobs::chat), finish_reason, tokens }
+        // Clients read the first entry of a list.
+        let logprobs = logprobs.filter(|logprobs| !logprobs.tokens.is_empty()).map(Logprobs::chat);
+        Self::ChatDelta { index, delta, logprobs, finish_reason, tokens }
     }
 
     pub(super) fn chat(

@@ -51,10 +51,13 @@ impl MessageFormat {
                     self.grow(context, out, &text);
                 }
                 Piece::Content(text) => {
+                    let mut text = text.as_str();
                     if !self.open || !matches!(self.blocks.last(), Some(Block::Text(_))) {
+                        // A text after a call begins with a line feed, which separates it from the text before the call.
+                        text = text.strip_prefix('\n').filter(|_| !self.blocks.is_empty()).unwrap_or(text);
                         self.begin(context, out, Block::Text(String::new()));
                     }
-                    self.grow(context, out, &text);
+                    self.grow(context, out, text);
                 }
                 Piece::ToolCall { id, name, .. } => self.begin(context, out, Block::ToolUse { id, name, input: String::new() }),
                 Piece::Arguments { text, .. } => self.grow(context, out, &text),
@@ -74,7 +77,11 @@ impl MessageFormat {
     /// Closes the open block, and begins another one.
     fn begin(&mut self, context: &AnswerContext, out: &mut Vec<u8>, block: Block) {
         self.close(context, out);
-        let start = json!({ "type": "content_block_start", "index": self.blocks.len(), "content_block": block.json() });
+        let content = match &block {
+            Block::ToolUse { id, name, .. } => tool_use(id, name, json!({})),
+            Block::Thinking(_) | Block::Text(_) => block.json(),
+        };
+        let start = json!({ "type": "content_block_start", "index": self.blocks.len(), "content_block": content });
         self.blocks.push(block);
         self.open = true;
         event(context, out, &start);
@@ -124,7 +131,11 @@ impl AnswerFormat for MessageFormat {
             event(context, out, &json!({ "type": "message_stop" }));
             return;
         }
-        let mut message = self.message(context, self.blocks.iter().map(Block::json).collect());
+        let content: Vec<Value> = self.blocks.iter().map(Block::json).collect();
+        if self.stop_reason == Some("tool_use") && content.iter().all(|block| block["type"] != "tool_use") {
+            self.stop_reason = Some("end_turn");
+        }
+        let mut message = self.message(context, content);
         add_details(context, &mut message);
         write_json(out, &message);
     }
@@ -163,13 +174,17 @@ impl Block {
             // Only Anthropic's models sign their thinking.
             Self::Thinking(text) => json!({ "type": "thinking", "thinking": text, "signature": "" }),
             Self::Text(text) => json!({ "type": "text", "text": text }),
-            Self::ToolUse { id, name, input } => {
-                // The arguments are no object if the answer's limit of tokens cut them off.
-                let input = serde_json::from_str::<Value>(input).ok().filter(Value::is_object).unwrap_or_else(|| json!({}));
-                json!({ "type": "tool_use", "id": id, "name": name, "input": input })
-            }
+            // The arguments of a call that was cut off, or that makes no sense, are no object. The model's text remains a text.
+            Self::ToolUse { id, name, input } => match serde_json::from_str::<Value>(input) {
+                Ok(input @ Value::Object(_)) => tool_use(id, name, input),
+                Ok(_) | Err(_) => json!({ "type": "text", "text": format!("{name}{input}") }),
+            },
         }
     }
+}
+
+fn tool_use(id: &str, name: &str, input: Value) -> Value {
+    json!({ "type": "tool_use", "id": id, "name": name, "input": input })
 }
 
 /// Returns Anthropic's object `usage`. The three counts of input tokens add up to the prompt. Nothing is charged for storing tokens in a

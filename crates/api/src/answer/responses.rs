@@ -82,8 +82,11 @@ impl ResponseFormat {
                     self.grow(context, out, &text, Vec::new());
                 }
                 Piece::Content(text) => {
+                    // A text after a call begins with a line feed, which separates it from the text before the call.
+                    let follows_call = self.items.last().is_some_and(|item| matches!(item.content, ItemContent::Call { .. }));
+                    let text = text.strip_prefix('\n').filter(|_| follows_call).unwrap_or(&text);
                     self.continue_with(context, out, ItemContent::Message);
-                    self.grow(context, out, &text, logprobs.take().unwrap_or_default());
+                    self.grow(context, out, text, logprobs.take().unwrap_or_default());
                 }
                 Piece::ToolCall { id, name, .. } => {
                     let tool = self.origins.get(&name).cloned().unwrap_or_else(|| Origin { name, ..Origin::default() });
@@ -158,7 +161,7 @@ impl ResponseFormat {
             self.item_event(context, out, &format!("{kind}.delta"), json!({ "delta": rest }));
         }
         let Some(item) = self.items.last_mut() else { return };
-        item.status = status;
+        item.status = if item.is_cut() { "incomplete" } else { status };
         let done = match &item.content {
             ItemContent::Reasoning => json!({ "content_index": 0, "text": item.text }),
             ItemContent::Message => json!({ "content_index": 0, "text": item.text, "logprobs": item.logprobs }),
@@ -260,6 +263,12 @@ impl Item {
                 call
             }
         }
+    }
+
+    /// Returns whether the item is a call whose arguments are no JSON, because the answer ended within them.
+    fn is_cut(&self) -> bool {
+        let is_function = matches!(&self.content, ItemContent::Call { tool, .. } if !tool.is_custom);
+        is_function && serde_json::from_str::<Map<String, Value>>(&self.text).is_err()
     }
 
     /// Returns the item's content part; `None`: the item is a call, which has none.

@@ -73,7 +73,15 @@ impl ParserArgs {
     /// Returns the model with the parsers that these settings have for it.
     pub(crate) fn applied(&self, model: ServedModel) -> ServedModel {
         let (tool_call, reasoning) = (of_model(&self.tool_call_parser, &model.id), of_model(&self.reasoning_parser, &model.id));
-        model.with_parsers(tool_call, reasoning)
+        let model = model.with_parsers(tool_call, reasoning);
+        if model.has_unknown_calls() {
+            tracing::warn!(
+                model = model.id,
+                parsers = names::<ToolCallParser>(),
+                "no parser knows the tool calls of this model's chat template, so calls stay in the content of answers; set --tool-call-parser if the model writes another format"
+            );
+        }
+        model
     }
 }
 

@@ -61,7 +61,7 @@ impl Conversation {
         }
         system::place(&mut messages, abilities.system, abilities.alternates);
         let tools: Vec<Value> = match abilities.tools {
-            Some(_) => self.tools.list.iter().map(|tool| tool.definition.clone()).collect(),
+            Some(form) => self.tools.list.iter().map(|tool| tool.for_template(&form)).collect(),
             None => {
                 hermes::describe(&mut messages, &self.tools.list, abilities.system);
                 Vec::new()

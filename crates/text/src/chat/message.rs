@@ -1,5 +1,6 @@
 //! A checked message of a conversation.
 
+use super::output::repaired;
 use serde_json::{Map, Value, json};
 
 /// A message's author.
@@ -98,6 +99,10 @@ impl Message {
                 fields.insert(name.to_owned(), value.as_str().into());
             }
         }
+        let thinks = form.thinking && !self.tool_calls.is_empty() && self.content.as_deref().unwrap_or_default().is_empty();
+        if let Some(reasoning) = self.reasoning.as_deref().filter(|_| thinks) {
+            fields.insert("thinking".to_owned(), reasoning.into());
+        }
         if !self.tool_calls.is_empty() {
             let calls = self.tool_calls.iter().map(|call| call.for_template(form));
             fields.insert("tool_calls".to_owned(), calls.collect());
@@ -114,10 +119,15 @@ fn add(text: &mut Option<String>, more: &str) {
 }
 
 impl ToolCall {
-    /// Parses the arguments of a call, which clients send as JSON text. As in vLLM, `{}` replaces a text that is not a JSON object: a model has
-    /// written it earlier, and an error would end the conversation.
+    /// Parses the arguments of a call, which clients send as JSON text. A model wrote the text earlier, so an error would end the conversation: a text
+    /// that is no object, and cannot be repaired to one, becomes the parameter `arguments`.
     pub fn arguments(text: &str) -> Map<String, Value> {
-        serde_json::from_str(text).unwrap_or_default()
+        let parsed = serde_json::from_str(text).ok().or_else(|| repaired(text));
+        match parsed {
+            Some(Value::Object(arguments)) => arguments,
+            None | Some(Value::Null) if text.trim().is_empty() || text.trim() == "null" => Map::new(),
+            other => Map::from_iter([("arguments".to_owned(), other.unwrap_or_else(|| text.into()))]),
+        }
     }
 
     fn for_template(&self, form: &MessageForm) -> Value {
@@ -138,4 +148,8 @@ pub struct MessageForm {
     pub null_content: bool,
     /// Whether the template reads the arguments of tool calls as JSON text, not as an object.
     pub text_arguments: bool,
+    /// Whether the template refuses tools without a description.
+    pub described_tools: bool,
+    /// Whether the template reads the reasoning before calls from the field `thinking`, and refuses it beside content (gpt-oss).
+    pub thinking: bool,
 }

@@ -1,6 +1,6 @@
 //! The tools that a model may call.
 
-use super::ToolCallParser;
+use super::{MessageForm, ToolCallParser};
 use serde_json::{Value, json};
 
 /// A tool: a function of the client.
@@ -52,6 +52,15 @@ impl Tool {
             function["parameters"] = parameters.clone();
         }
         Self { name, parameters, strict: false, definition: json!({ "type": "function", "function": function }) }
+    }
+
+    /// Returns the definition as a template receives it.
+    pub(super) fn for_template(&self, form: &MessageForm) -> Value {
+        let mut definition = self.definition.clone();
+        if form.described_tools && definition["function"]["description"].is_null() {
+            definition["function"]["description"] = "".into();
+        }
+        definition
     }
 
     /// Returns the schema of the call's arguments, as a part of the schema with this JSON pointer.

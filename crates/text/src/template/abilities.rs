@@ -61,16 +61,20 @@ pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abiliti
     let call = ToolCall { id: Some(ID.to_owned()), name: NAME.to_owned(), arguments };
     let called = Message { content: None, tool_calls: vec![call], ..text(Role::Assistant, "") };
     let result = Message { tool_call_id: Some(ID.to_owned()), name: Some(NAME.to_owned()), ..text(Role::Tool, "result") };
+    let thinking = template.source().contains("message.thinking");
     let forms = [(false, false), (true, false), (false, true), (true, true)];
     for (null_content, text_arguments) in forms {
-        let form = MessageForm { null_content, text_arguments };
-        let able = Abilities { tools: Some(form), system, alternates };
-        if rendered(vec![user.clone()], tools.clone(), able)?.is_none_or(|text| !text.contains(NAME)) {
+        let able = |described_tools| {
+            let form = MessageForm { null_content, text_arguments, described_tools, thinking };
+            Abilities { tools: Some(form), system, alternates }
+        };
+        if rendered(vec![user.clone()], tools.clone(), able(false))?.is_none_or(|text| !text.contains(NAME)) {
             break;
         }
-        let history = rendered(vec![user.clone(), called.clone(), result.clone()], tools.clone(), able)?;
+        let history = rendered(vec![user.clone(), called.clone(), result.clone()], tools.clone(), able(false))?;
         if history.is_some_and(|text| text.contains(PARAMETER) && text.contains("result")) {
-            return Ok(able);
+            let plain = Tools { list: vec![Tool::function(NAME.to_owned(), None, json!({}))], ..tools };
+            return Ok(able(rendered(vec![user], plain, able(false))?.is_none()));
         }
     }
     Ok(Abilities { tools: None, system, alternates })

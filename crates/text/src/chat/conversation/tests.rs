@@ -42,7 +42,7 @@ fn template_that_renders_tools_gets_messages_as_transformers_passes_them() {
             "documents": null, "add_generation_prompt": true,
         })
     );
-    let text = variables(MessageForm { null_content: true, text_arguments: true });
+    let text = variables(MessageForm { null_content: true, text_arguments: true, ..MessageForm::default() });
     assert_eq!(text["messages"][1]["content"], Value::Null);
     assert_eq!(
         text["messages"][1]["tool_calls"][0]["function"]["arguments"], r#"{"b":1,"a":"x"}"#,

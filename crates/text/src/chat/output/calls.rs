@@ -2,8 +2,8 @@
 
 use super::{
     ToolCallParser, ToolFormat,
-    format::After,
-    json::{Scanner, Start, ValueEnd},
+    format::{After, ArgumentsReader},
+    json::{Progress, Start},
     piece::Pieces,
     reasoning::partial_suffix,
 };
@@ -14,6 +14,7 @@ use std::sync::Arc;
 /// character that may complete it.
 const EAGER_BYTES_MAX: usize = 4096;
 
+#[derive(Clone)]
 pub(super) struct Calls {
     /// The model's own format, which determines the form of ids.
     model: ToolCallParser,
@@ -31,6 +32,8 @@ pub(super) struct Calls {
     begun: bool,
     /// Whether the text follows directly after a call.
     follows_call: bool,
+    /// Whether the answer has content so far.
+    has_content: bool,
     is_ended: bool,
 }
 
@@ -43,7 +46,7 @@ enum CallState {
     },
     /// The text in `held` continues the arguments of the latest call.
     Arguments {
-        scanner: Scanner,
+        reader: ArgumentsReader,
         nested: bool,
     },
     After {
@@ -77,12 +80,14 @@ impl Calls {
             count: 0,
             begun: false,
             follows_call: false,
+            has_content: false,
             is_ended: false,
         })
     }
 
-    pub(super) fn count(&self) -> usize {
-        self.count
+    /// Returns whether there are calls, and the last one is complete.
+    pub(super) fn are_complete(&self) -> bool {
+        self.count > 0 && !matches!(self.state, CallState::Arguments { .. })
     }
 
     pub(super) fn is_complete(&self) -> bool {
@@ -91,6 +96,47 @@ impl Calls {
 
     pub(super) fn opens_with(&self, tag: &str) -> bool {
         self.parser.opens().contains(&tag)
+    }
+
+    /// Returns where a call may begin in a text, even if the text is too short to tell.
+    pub(super) fn possible_call(&self, text: &str) -> Option<usize> {
+        let opens = self.parser.opens();
+        let mut found: Vec<_> = opens.iter().flat_map(|tag| text.match_indices(tag).map(|(at, tag)| (at, tag.len()))).collect();
+        found.sort_unstable();
+        let begins = |(at, tag): &(usize, usize)| match self.parser.start(&text[at + tag..]) {
+            Start::Undecided => true,
+            Start::Call { name, .. } | Start::Whole { name, .. } => self.knows(&name),
+            Start::NoCall => false,
+        };
+        let partial = Some(text.len() - partial_suffix(text, opens)).filter(|at| *at < text.len());
+        found.into_iter().find(begins).map(|(at, _)| at).or(partial)
+    }
+
+    /// Returns whether the text, which begins with the opening tag of a call, has a complete call.
+    pub(super) fn has_call(&self, text: &str) -> bool {
+        let mut calls = self.clone();
+        calls.push(text, &mut Pieces::default());
+        calls.count > self.count && calls.are_complete()
+    }
+
+    /// Begins a call, unless the model may not call the tool.
+    pub(super) fn begin(&mut self, name: &str, pieces: &mut Pieces) {
+        if !self.is_complete() && self.knows(name) {
+            self.call(name.to_owned(), pieces);
+            self.state = CallState::Arguments { reader: ArgumentsReader::json(&[]), nested: false };
+        }
+    }
+
+    /// Ends the call that [`begin`](Self::begin) has begun.
+    pub(super) fn end(&mut self, pieces: &mut Pieces) {
+        self.advance(pieces);
+        if let CallState::Arguments { reader, .. } = &self.state {
+            if reader.is_empty() {
+                pieces.arguments(self.count - 1, "{}");
+            }
+            self.state = CallState::After { nested: false };
+        }
+        self.advance(pieces);
     }
 
     pub(super) fn push(&mut self, text: &str, pieces: &mut Pieces) {
@@ -104,7 +150,7 @@ impl Calls {
     pub(super) fn special(&mut self, name: &str, pieces: &mut Pieces) {
         match &self.state {
             CallState::Text if !self.opens_with(name) => return,
-            CallState::Arguments { nested, .. } => self.state = CallState::After { nested: *nested },
+            CallState::Arguments { reader, nested } if !reader.has_tag(name) => self.state = CallState::After { nested: *nested },
             _ => {}
         }
         if !self.specials.iter().any(|known| known == name) {
@@ -131,12 +177,12 @@ impl Calls {
             CallState::Text => return self.text(pieces),
             CallState::Start { tag } => {
                 let tag = *tag;
-                match self.parser.start(&self.held[tag..], &self.tools) {
+                match self.parser.start(&self.held[tag..]) {
                     Start::Undecided if !self.is_ended => return false,
-                    Start::Call { name, at, nested } if self.knows(&name) => {
+                    Start::Call { name, at, arguments, nested } if self.knows(&name) => {
                         self.call(name, pieces);
                         self.held.drain(..tag + at);
-                        self.state = CallState::Arguments { scanner: Scanner::default(), nested };
+                        self.state = CallState::Arguments { reader: arguments, nested };
                     }
                     Start::Whole { name, arguments, end } if self.knows(&name) => {
                         let index = self.call(name, pieces);
@@ -152,15 +198,19 @@ impl Calls {
                     }
                 }
             }
-            CallState::Arguments { scanner, nested } => {
-                let (end, next) = match scanner.scan(&self.held) {
-                    ValueEnd::Later => (self.held.len(), None),
-                    ValueEnd::Complete(end) | ValueEnd::Broken(end) => (end, Some(CallState::After { nested: *nested })),
-                };
-                pieces.arguments(self.count - 1, &self.held[..end]);
-                self.held.drain(..end);
-                let Some(next) = next else { return false };
-                self.state = next;
+            CallState::Arguments { reader, nested } => {
+                let (mut json, nested) = (String::new(), *nested);
+                let progress = reader.read(&self.held, self.is_ended, &self.tools, &mut json);
+                pieces.arguments(self.count - 1, &json);
+                let (Progress::Later(read) | Progress::Complete(read)) = progress;
+                self.held.drain(..read);
+                if matches!(progress, Progress::Later(_)) {
+                    return false;
+                }
+                let after = CallState::After { nested };
+                if let CallState::Arguments { reader, .. } = std::mem::replace(&mut self.state, after) {
+                    self.content(&reader.stray(), pieces);
+                }
             }
             CallState::After { .. } if self.tools.is_one_call() => self.state = CallState::Complete,
             CallState::After { nested } => match self.parser.after(&self.held, *nested) {
@@ -199,7 +249,7 @@ impl Calls {
                     let name = name.clone();
                     self.held.drain(..tag);
                     self.call(name, pieces);
-                    CallState::Arguments { scanner: Scanner::default(), nested: false }
+                    CallState::Arguments { reader: ArgumentsReader::json(&[]), nested: false }
                 } else {
                     CallState::Start { tag }
                 };
@@ -240,11 +290,14 @@ impl Calls {
         if visible.is_empty() {
             return;
         }
+        // A line feed remains between the texts before and after calls.
+        self.line_feeds += usize::from(self.follows_call && self.has_content);
         (self.begun, self.follows_call) = (true, false);
         let body = visible.trim_end_matches('\n');
         if !body.is_empty() {
             pieces.content(&"\n".repeat(std::mem::take(&mut self.line_feeds)));
             pieces.content(body);
+            self.has_content = true;
         }
         self.line_feeds += visible.len() - body.len();
     }

@@ -1,9 +1,10 @@
 //! The formats in which models write tool calls.
 
+mod elements;
+mod gemma;
 mod marked;
-mod xml;
 
-use super::json::{Rest, Start, close_object, object};
+use super::json::{JsonReader, Progress, Rest, Start, close_object, object};
 use crate::chat::Tools;
 use clap::ValueEnum;
 use serde::Serialize;
@@ -19,7 +20,7 @@ pub enum ToolCallParser {
     /// The format `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen 2.5, Qwen 3).
     #[value(alias = "qwen")]
     Hermes,
-    /// The format `<tool_call><function=…><parameter=…>…` (Qwen 3 Coder).
+    /// The format `<tool_call><function=…><parameter=…>…` (Qwen 3 Coder, Qwen 3.5).
     #[value(name = "qwen3_coder", alias = "qwen3_xml")]
     #[serde(rename = "qwen3_coder")]
     Qwen3Coder,
@@ -40,6 +41,19 @@ pub enum ToolCallParser {
     /// The format `<tool_call>name<arg_key>…` (GLM 4.5).
     #[value(name = "glm45", alias = "glm47")]
     Glm45,
+    /// The format `<minimax:tool_call><invoke name=…>…` (MiniMax M2).
+    #[value(name = "minimax_m2")]
+    #[serde(rename = "minimax_m2")]
+    MinimaxM2,
+    /// The format `<｜DSML｜function_calls>…` (DeepSeek V3.2).
+    #[value(name = "deepseek_v32")]
+    #[serde(rename = "deepseek_v32")]
+    DeepseekV32,
+    /// The format `<|tool_call>call:name{…}` (Gemma 4).
+    Gemma4,
+    /// The calls of Harmony (gpt-oss): messages to a function. Reasoning is parsed as well.
+    #[value(alias = "openai")]
+    Harmony,
     /// The whole answer is a call or a list of calls, as JSON.
     Json,
 }
@@ -67,6 +81,62 @@ pub(super) enum After {
 
 const TOOL_CALL: &str = "<tool_call>";
 const TOOL_CALL_END: &str = "</tool_call>";
+const CALL_GEMMA_END: &str = "<tool_call|>";
+
+/// Reads the arguments of a call while they arrive, and writes them as JSON.
+#[derive(Clone, Debug)]
+pub(super) enum ArgumentsReader {
+    Json { reader: JsonReader, ends: &'static [&'static str] },
+    Elements(elements::ElementsReader),
+    Gemma(gemma::GemmaReader),
+}
+
+impl ArgumentsReader {
+    /// Returns a reader of an object. The tags `ends` end it even if it is not complete.
+    pub(super) fn json(ends: &'static [&'static str]) -> Self {
+        Self::Json { reader: JsonReader::default(), ends }
+    }
+
+    /// Reads a text that follows the text read so far, and appends JSON to `out`.
+    pub(super) fn read(&mut self, text: &str, is_ended: bool, tools: &Tools, out: &mut String) -> Progress {
+        match self {
+            Self::Elements(reader) => reader.read(text, is_ended, tools, out),
+            Self::Gemma(reader) => reader.read(text, is_ended, out),
+            Self::Json { reader, ends } => {
+                let progress = reader.read(text, ends, out);
+                match progress {
+                    // The answer ends within a tag that ends the arguments.
+                    Progress::Later(at) if is_ended && at < text.len() => {
+                        reader.close(out);
+                        return Progress::Complete(at);
+                    }
+                    Progress::Later(_) if is_ended => reader.finish(out),
+                    Progress::Later(_) | Progress::Complete(_) => {}
+                }
+                progress
+            }
+        }
+    }
+
+    /// Returns whether no arguments were read so far.
+    pub(super) fn is_empty(&self) -> bool {
+        matches!(self, Self::Json { reader, .. } if reader.is_empty())
+    }
+
+    /// Returns whether a special token with this name is a part of the arguments. Otherwise it ends them.
+    pub(super) fn has_tag(&self, name: &str) -> bool {
+        match self {
+            Self::Json { reader, ends } => ends.contains(&name) && reader.is_between_strings(),
+            Self::Elements(reader) => reader.has_tag(name),
+            Self::Gemma(_) => gemma::GemmaReader::has_tag(name),
+        }
+    }
+
+    /// Returns the text within the arguments that is no argument.
+    pub(super) fn stray(self) -> String {
+        if let Self::Elements(reader) = self { reader.stray.trim_end().to_owned() } else { String::new() }
+    }
+}
 
 impl ToolCallParser {
     /// Returns the parser for the answers of the model with this chat template, which renders tools.
@@ -76,6 +146,10 @@ impl ToolCallParser {
             () if has("<|tool_calls_section_begin|>") => Self::KimiK2,
             () if has(marked::DEEPSEEK.section) => Self::DeepseekV3,
             () if has("[TOOL_CALLS]") => Self::Mistral,
+            () if has("<|channel|>") => Self::Harmony,
+            () if has("<|tool_call>") => Self::Gemma4,
+            () if has("<minimax:tool_call>") => Self::MinimaxM2,
+            () if has("｜DSML｜") => Self::DeepseekV32,
             () if has("<function=") => Self::Qwen3Coder,
             () if has("<arg_key>") => Self::Glm45,
             () if has(TOOL_CALL) => Self::Hermes,
@@ -87,13 +161,16 @@ impl ToolCallParser {
     /// Returns the tags with which calls begin.
     pub(super) fn opens(self) -> &'static [&'static str] {
         match self {
-            Self::None | Self::Json => &[],
+            Self::None | Self::Json | Self::Harmony => &[],
             Self::Hermes | Self::Glm45 => &[TOOL_CALL],
-            Self::Qwen3Coder => &[TOOL_CALL, xml::FUNCTION],
+            Self::Qwen3Coder => &[TOOL_CALL, elements::QWEN.call.0],
             Self::Llama3Json => &["<|python_tag|>"],
             Self::Mistral => &["[TOOL_CALLS]"],
             Self::DeepseekV3 => &[marked::DEEPSEEK.section, marked::DEEPSEEK.call],
             Self::KimiK2 => &[marked::KIMI.section, marked::KIMI.call],
+            Self::MinimaxM2 => &["<minimax:tool_call>"],
+            Self::DeepseekV32 => &["<｜DSML｜function_calls>"],
+            Self::Gemma4 => &["<|tool_call>"],
         }
     }
 
@@ -105,7 +182,7 @@ impl ToolCallParser {
             }
             Self::Llama3Json => Some(CallSyntax { open: "", arguments: "parameters", close: "", separator: Some("; ") }),
             Self::Json => Some(CallSyntax { open: "", arguments: "parameters", close: "", separator: None }),
-            Self::None | Self::Qwen3Coder | Self::Mistral | Self::DeepseekV3 | Self::KimiK2 | Self::Glm45 => None,
+            _ => None,
         }
     }
 
@@ -114,16 +191,19 @@ impl ToolCallParser {
     }
 
     /// Reads the beginning of a call, after its opening tag.
-    pub(super) fn start(self, text: &str, tools: &Tools) -> Start {
+    pub(super) fn start(self, text: &str) -> Start {
         match self {
-            Self::None => Start::NoCall,
-            Self::Hermes => object(text),
+            Self::None | Self::Harmony => Start::NoCall,
+            Self::Hermes => object(text, &[TOOL_CALL_END]),
             Self::Llama3Json | Self::Json => listed(text),
             Self::Mistral => mistral(text),
             Self::DeepseekV3 => marked::DEEPSEEK.start(text),
             Self::KimiK2 => marked::KIMI.start(text),
-            Self::Qwen3Coder => xml::function(text, tools),
-            Self::Glm45 => xml::arguments(text, tools),
+            Self::Qwen3Coder => elements::QWEN.start(text),
+            Self::Glm45 => elements::GLM.start(text),
+            Self::MinimaxM2 => elements::MINIMAX.start(text),
+            Self::DeepseekV32 => elements::DEEPSEEK_V32.start(text),
+            Self::Gemma4 => gemma::start(text),
         }
     }
 
@@ -136,7 +216,11 @@ impl ToolCallParser {
         };
         let rest = &text[closed..];
         let after = match self {
-            Self::Hermes | Self::Qwen3Coder | Self::Glm45 => tag_end(rest),
+            Self::Hermes | Self::Qwen3Coder | Self::Glm45 => tag_end(rest, TOOL_CALL_END),
+            Self::Gemma4 => tag_end(rest, CALL_GEMMA_END),
+            Self::MinimaxM2 => elements::MINIMAX.after(rest),
+            Self::DeepseekV32 => elements::DEEPSEEK_V32.after(rest),
+            Self::Harmony => After::Text(0),
             Self::None | Self::Llama3Json | Self::Json | Self::Mistral => list_rest(rest),
             Self::DeepseekV3 => marked::DEEPSEEK.after(rest),
             Self::KimiK2 => marked::KIMI.after(rest),
@@ -159,8 +243,8 @@ impl ToolCallParser {
 fn listed(text: &str) -> Start {
     let begun = text.trim_start();
     match begun.strip_prefix('[') {
-        Some(rest) => shifted(object(rest), text.len() - rest.len()),
-        None => object(text),
+        Some(rest) => shifted(object(rest, &[]), text.len() - rest.len()),
+        None => object(text, &[]),
     }
 }
 
@@ -181,7 +265,10 @@ fn mistral(text: &str) -> Start {
     }
     let left = left.strip_prefix(ARGUMENTS).unwrap_or(left).trim_start();
     match left.chars().next() {
-        Some('{') if !name.is_empty() => Start::Call { name: name.to_owned(), at: text.len() - left.len(), nested: false },
+        Some('{') if !name.is_empty() => {
+            let (name, at) = (name.to_owned(), text.len() - left.len());
+            Start::Call { name, at, arguments: ArgumentsReader::json(&[]), nested: false }
+        }
         None => Start::Undecided,
         Some('[') if ID.starts_with(left) || ARGUMENTS.starts_with(left) => Start::Undecided,
         Some(_) => Start::NoCall,
@@ -190,19 +277,19 @@ fn mistral(text: &str) -> Start {
 
 fn shifted(start: Start, by: usize) -> Start {
     match start {
-        Start::Call { name, at, nested } => Start::Call { name, at: at + by, nested },
+        Start::Call { name, at, arguments, nested } => Start::Call { name, at: at + by, arguments, nested },
         Start::Whole { name, arguments, end } => Start::Whole { name, arguments, end: end + by },
         Start::Undecided | Start::NoCall => start,
     }
 }
 
-/// Skips `</tool_call>`, and braces that a model has written once too often.
-fn tag_end(text: &str) -> After {
+/// Skips the closing tag of a call, and braces that a model has written once too often.
+fn tag_end(text: &str, tag: &str) -> After {
     let rest = text.trim_start_matches(|char: char| char.is_whitespace() || char == '}');
     let at = text.len() - rest.len();
-    match rest.strip_prefix(TOOL_CALL_END) {
-        Some(_) => After::Text(at + TOOL_CALL_END.len()),
-        None if TOOL_CALL_END.starts_with(rest) => After::Undecided,
+    match rest.strip_prefix(tag) {
+        Some(_) => After::Text(at + tag.len()),
+        None if tag.starts_with(rest) => After::Undecided,
         None => After::Text(at),
     }
 }

@@ -5,16 +5,19 @@
 
 mod calls;
 mod format;
+mod harmony;
 mod json;
 mod piece;
 mod reasoning;
 
 pub use format::ToolCallParser;
+pub(crate) use json::repaired;
 pub use piece::{Piece, Pieces};
 pub use reasoning::ReasoningParser;
 
 use super::Tools;
 use calls::Calls;
+use harmony::{Harmony, HarmonyPart};
 use reasoning::ReasoningSplitter;
 use std::sync::Arc;
 
@@ -50,13 +53,22 @@ pub struct ToolFormat {
 impl OutputFormat {
     /// Returns the text that ends the reasoning with which the answer begins; `None` if the answer does not begin with reasoning.
     pub fn reasoning_end(&self) -> Option<&'static str> {
+        if self.is_harmony() {
+            return Some(harmony::FINAL);
+        }
         let tags = self.reasoning.parser.tags().filter(|_| self.reasoning.is_open);
         tags.map(|(_, end)| end)
+    }
+
+    fn is_harmony(&self) -> bool {
+        self.reasoning.parser == ReasoningParser::Harmony || self.tools.parser == ToolCallParser::Harmony
     }
 }
 
 /// Splits the text of one sample into deltas of reasoning, content and tool calls.
 pub struct OutputParser {
+    /// Splits the answer into messages, if the model writes Harmony.
+    harmony: Option<Harmony>,
     reasoning: Option<ReasoningSplitter>,
     hides_reasoning: bool,
     calls: Option<Calls>,
@@ -66,6 +78,7 @@ impl OutputParser {
     /// Returns a parser for one sample.
     pub fn new(format: &OutputFormat) -> Self {
         Self {
+            harmony: format.is_harmony().then(Harmony::default),
             reasoning: ReasoningSplitter::new(format.reasoning),
             hides_reasoning: format.reasoning.is_hidden,
             calls: Calls::new(&format.tools),
@@ -74,17 +87,27 @@ impl OutputParser {
 
     /// Adds a chunk of text.
     pub fn push(&mut self, text: &str, pieces: &mut Pieces) {
-        self.through_reasoning(pieces, text, |reasoning, thoughts, answer| reasoning.push(text, thoughts, answer));
+        if let Some(mut harmony) = self.harmony.take() {
+            harmony.push(text, |part| self.message_part(part, pieces));
+            self.harmony = Some(harmony);
+            return;
+        }
+        self.through_reasoning(pieces, text, |reasoning, calls, thoughts, answer| reasoning.push(text, calls, thoughts, answer));
     }
 
     /// Returns whether the special token with this name may be a tag.
     pub fn has_tag(&self, name: &str) -> bool {
-        self.calls.is_some() || self.reasoning.as_ref().is_some_and(|reasoning| reasoning.wants(name))
+        let is_of_message = self.harmony.is_some() && Harmony::has_tag(name);
+        is_of_message || self.calls.is_some() || self.reasoning.as_ref().is_some_and(|reasoning| reasoning.wants(name))
     }
 
     /// Adds the name of a special token. The name has an effect only if it is a tag of the model's reasoning or tool calls, and is never content.
     pub fn special(&mut self, name: &str, pieces: &mut Pieces) {
-        if self.reasoning.as_ref().is_some_and(|reasoning| reasoning.wants(name)) {
+        let is_tag = match &self.harmony {
+            Some(_) => Harmony::has_tag(name),
+            None => self.reasoning.as_ref().is_some_and(|reasoning| reasoning.wants(name)),
+        };
+        if is_tag {
             return self.push(name, pieces);
         }
         let Some(calls) = &self.calls else { return };
@@ -102,9 +125,22 @@ impl OutputParser {
 
     /// Ends the text.
     pub fn finish(&mut self, pieces: &mut Pieces) {
+        if let Some(mut harmony) = self.harmony.take() {
+            harmony.finish(|part| self.message_part(part, pieces));
+        }
         self.through_reasoning(pieces, "", ReasoningSplitter::finish);
         if let Some(calls) = &mut self.calls {
             calls.finish(pieces);
+        }
+    }
+
+    fn message_part(&mut self, part: HarmonyPart<'_>, pieces: &mut Pieces) {
+        match part {
+            HarmonyPart::Reasoning(text) if !self.hides_reasoning => pieces.reasoning(text),
+            HarmonyPart::Reasoning(_) => {}
+            HarmonyPart::Content(text) | HarmonyPart::Arguments(text) => self.answer(text, pieces),
+            HarmonyPart::Call(name) => self.calls.iter_mut().for_each(|calls| calls.begin(name, pieces)),
+            HarmonyPart::CallEnd => self.calls.iter_mut().for_each(|calls| calls.end(pieces)),
         }
     }
 
@@ -114,11 +150,11 @@ impl OutputParser {
         &mut self,
         pieces: &mut Pieces,
         text: &str,
-        step: impl FnOnce(&mut ReasoningSplitter, &mut String, &mut String),
+        step: impl FnOnce(&mut ReasoningSplitter, Option<&Calls>, &mut String, &mut String),
     ) {
         let Some(reasoning) = &mut self.reasoning else { return self.answer(text, pieces) };
         let (mut thoughts, mut answer) = (String::new(), String::new());
-        step(reasoning, &mut thoughts, &mut answer);
+        step(reasoning, self.calls.as_ref(), &mut thoughts, &mut answer);
         if !self.hides_reasoning {
             pieces.reasoning(&thoughts);
         }
@@ -135,11 +171,12 @@ impl OutputParser {
     /// Returns whether the text so far ends within reasoning.
     pub fn is_reasoning(&self) -> bool {
         self.reasoning.as_ref().is_some_and(ReasoningSplitter::is_inside)
+            || self.harmony.as_ref().is_some_and(Harmony::is_reasoning)
     }
 
-    /// Returns the number of tool calls so far.
-    pub fn calls(&self) -> usize {
-        self.calls.as_ref().map_or(0, Calls::count)
+    /// Returns whether the text so far has tool calls and the last one is complete.
+    pub fn has_complete_calls(&self) -> bool {
+        self.calls.as_ref().is_some_and(Calls::are_complete)
     }
 
     /// Returns whether the answer is complete whatever text follows: it may have only one tool call, and has it.

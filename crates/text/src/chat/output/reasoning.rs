@@ -1,6 +1,6 @@
 //! Separates the reasoning at the beginning of an answer from the rest.
 
-use super::ReasoningFormat;
+use super::{ReasoningFormat, calls::Calls};
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -23,6 +23,11 @@ pub enum ReasoningParser {
     SeedOss,
     /// The tags are `<|START_THINKING|>` and `<|END_THINKING|>` (Command A).
     Cohere,
+    /// The tags are `<|channel>` and `<channel|>` (Gemma 4). The reasoning begins with the channel's name.
+    Gemma4,
+    /// The channel `analysis` of Harmony (gpt-oss). Tool calls are parsed as well.
+    #[value(alias = "openai_gptoss")]
+    Harmony,
 }
 
 /// The tags that open and close reasoning.
@@ -32,12 +37,19 @@ impl ReasoningParser {
     /// Returns the parser of the model with this chat template.
     pub fn of_template(source: &str) -> Self {
         let closes = |parser: &Self| parser.tags().is_some_and(|(_, close)| source.contains(close));
-        [Self::SeedOss, Self::Mistral, Self::Kimi, Self::Cohere, Self::Think].into_iter().find(closes).unwrap_or_default()
+        if source.contains(super::harmony::FINAL) {
+            return Self::Harmony;
+        }
+        [Self::SeedOss, Self::Gemma4, Self::Mistral, Self::Kimi, Self::Cohere, Self::Think]
+            .into_iter()
+            .find(closes)
+            .unwrap_or_default()
     }
 
     pub(super) fn tags(self) -> Option<Tags> {
         match self {
-            Self::None => None,
+            Self::None | Self::Harmony => None,
+            Self::Gemma4 => Some(("<|channel>", "<channel|>")),
             Self::Think => Some(("<think>", "</think>")),
             Self::Mistral => Some(("[THINK]", "[/THINK]")),
             Self::Kimi => Some(("◁think▷", "◁/think▷")),
@@ -60,6 +72,8 @@ impl ReasoningParser {
 /// Splits a text at the tags of reasoning. Line feeds next to a tag are dropped, because templates write them again.
 pub(super) struct ReasoningSplitter {
     tags: Tags,
+    /// A text that may follow the opening tag and is not reasoning.
+    label: &'static str,
     state: ReasoningState,
     held: String,
 }
@@ -82,7 +96,8 @@ impl ReasoningSplitter {
     pub(super) fn new(format: ReasoningFormat) -> Option<Self> {
         let tags = format.parser.tags()?;
         let state = if format.is_open { ReasoningState::Inside { begun: false } } else { ReasoningState::Before };
-        Some(Self { tags, state, held: String::new() })
+        let label = if format.parser == ReasoningParser::Gemma4 { "thought\n" } else { "" };
+        Some(Self { tags, label, state, held: String::new() })
     }
 
     pub(super) fn is_inside(&self) -> bool {
@@ -102,7 +117,8 @@ impl ReasoningSplitter {
         }
     }
 
-    pub(super) fn push(&mut self, text: &str, thoughts: &mut String, answer: &mut String) {
+    /// Adds a chunk of text. What may be a call of `calls` is held, until the reasoning is closed after it.
+    pub(super) fn push(&mut self, text: &str, calls: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
         self.held.push_str(text);
         let (open, close) = self.tags;
         loop {
@@ -127,12 +143,18 @@ impl ReasoningSplitter {
                             self.held = rest.to_owned();
                             continue;
                         }
-                        if open.starts_with(&self.held) {
+                        if let Some(rest) = self.held.strip_prefix(self.label).filter(|_| !self.label.is_empty()) {
+                            self.held = rest.to_owned();
+                            self.label = "";
+                            continue;
+                        }
+                        if open.starts_with(&self.held) || (!self.label.is_empty() && self.label.starts_with(&self.held)) {
                             return;
                         }
                     }
                     let Some(end) = self.held.find(close) else {
-                        let kept = self.held.len() - partial_suffix(&self.held, &[close]);
+                        let call = calls.and_then(|calls| calls.possible_call(&self.held));
+                        let kept = call.unwrap_or_else(|| self.held.len() - partial_suffix(&self.held, &[close]));
                         let sent = self.held[..kept].trim_end_matches('\n').len();
                         thoughts.extend(self.held.drain(..sent));
                         self.state = ReasoningState::Inside { begun: begun || sent > 0 };
@@ -159,14 +181,20 @@ impl ReasoningSplitter {
     }
 
     /// Ends the reasoning without its closing tag.
-    pub(super) fn leave(&mut self, thoughts: &mut String, answer: &mut String) {
-        self.finish(thoughts, answer);
+    pub(super) fn leave(&mut self, _: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+        self.finish(None, thoughts, answer);
         self.state = ReasoningState::After;
     }
 
-    pub(super) fn finish(&mut self, thoughts: &mut String, answer: &mut String) {
-        let side = if self.is_inside() { thoughts } else { answer };
-        side.extend(self.held.drain(..));
+    /// Ends the answer. A complete call at the end of reasoning that was not closed is a call: some models do not close it.
+    pub(super) fn finish(&mut self, calls: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+        if self.is_inside() {
+            let call = calls.and_then(|calls| calls.possible_call(&self.held).filter(|at| calls.has_call(&self.held[*at..])));
+            let rest = call.map(|at| self.held.split_off(at));
+            let thought = std::mem::replace(&mut self.held, rest.clone().unwrap_or_default());
+            thoughts.push_str(if rest.is_some() { thought.trim_end_matches('\n') } else { &thought });
+        }
+        answer.extend(self.held.drain(..));
     }
 }
 

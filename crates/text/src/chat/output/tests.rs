@@ -1,3 +1,6 @@
+mod formats;
+mod random;
+
 use super::*;
 use crate::chat::{Tool, ToolChoice};
 use serde_json::{Value, json};

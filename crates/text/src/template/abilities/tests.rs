@@ -1,4 +1,5 @@
 use super::*;
+use crate::chat::{ReasoningParser, ToolCallParser};
 use std::{collections::BTreeMap, fs, path::Path};
 
 const HEAD: &str = "{% if tools %}{{ tools | tojson }}{% endif %}";
@@ -8,7 +9,7 @@ fn abilities(source: &str) -> Abilities {
 }
 
 fn forms(null_content: bool, text_arguments: bool) -> Option<MessageForm> {
-    Some(MessageForm { null_content, text_arguments })
+    Some(MessageForm { null_content, text_arguments, ..MessageForm::default() })
 }
 
 #[test]
@@ -160,4 +161,46 @@ fn prompt_of_each_agent_turn_is_a_prefix_of_the_next_in_all_templates() {
         }
     }
     assert_eq!(compared, 36);
+}
+
+/// A template whose answers have calls or reasoning in a format of their own must have a parser for it.
+#[test]
+fn templates_of_real_models_have_the_parsers_of_their_answers() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ci/goldens/templates");
+    let expected = [
+        ("deepseek-v3.1", ToolCallParser::DeepseekV3, ReasoningParser::Think),
+        ("gemma-4", ToolCallParser::Gemma4, ReasoningParser::Gemma4),
+        ("gpt-oss", ToolCallParser::Harmony, ReasoningParser::Harmony),
+        ("hermes-3", ToolCallParser::Hermes, ReasoningParser::None),
+        ("llama-3.1", ToolCallParser::Llama3Json, ReasoningParser::None),
+        ("ministral-3", ToolCallParser::Mistral, ReasoningParser::Mistral),
+        ("mistral-nemo", ToolCallParser::Mistral, ReasoningParser::None),
+        ("mistral-small-3.2", ToolCallParser::Mistral, ReasoningParser::None),
+        ("qwen-2.5", ToolCallParser::Hermes, ReasoningParser::None),
+        ("qwen-3-coder", ToolCallParser::Qwen3Coder, ReasoningParser::None),
+        ("qwen-3.5", ToolCallParser::Qwen3Coder, ReasoningParser::Think),
+        ("qwen-3", ToolCallParser::Hermes, ReasoningParser::Think),
+    ];
+    for (name, calls, thoughts) in expected {
+        let source = fs::read_to_string(folder.join(format!("{name}.jinja"))).expect("the template is readable");
+        assert_eq!((ToolCallParser::of_template(&source), ReasoningParser::of_template(&source)), (calls, thoughts), "{name}");
+        // A tool without a description is rendered.
+        let template = ChatTemplate::new(&source, "<s>", "</s>").expect("the template compiles");
+        let tool = Tool::function("find".to_owned(), None, json!({ "type": "object", "properties": {} }));
+        let tools = Tools { list: vec![tool], choice: ToolChoice::Auto, parallel: true };
+        let conversation =
+            Conversation { messages: vec![Message::new(Role::User, "a")], tools, template: TemplateOptions::default() };
+        let text = template.render(conversation.variables(template.abilities()), 1 << 20).expect("the template renders the tool");
+        assert!(text.contains("find"), "{name}: {text}");
+    }
+    // gpt-oss continues the reasoning before a call when it gets the call's result.
+    let source = fs::read_to_string(folder.join("gpt-oss.jinja")).expect("the template is readable");
+    let template = ChatTemplate::new(&source, "", "").expect("the template compiles");
+    let call = ToolCall { id: None, name: "find".to_owned(), arguments: Map::new() };
+    let called =
+        Message { content: None, reasoning: Some("R1".to_owned()), tool_calls: vec![call], ..Message::new(Role::Assistant, "") };
+    let messages = vec![Message::new(Role::User, "a"), called, Message::new(Role::Tool, "b")];
+    let conversation = Conversation { messages, tools: Tools::default(), template: TemplateOptions::default() };
+    let text = template.render(conversation.variables(template.abilities()), 1 << 20).expect("the template renders the call");
+    assert!(text.contains("<|channel|>analysis<|message|>R1<|end|><|start|>assistant to=functions.find"), "{text}");
 }

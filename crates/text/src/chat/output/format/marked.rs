@@ -1,6 +1,6 @@
 //! Parses calls in the formats of DeepSeek and Kimi: calls are between tags, and another tag separates the name from the arguments.
 
-use super::After;
+use super::{After, ArgumentsReader};
 use crate::chat::output::json::Start;
 
 pub(super) struct Marked {
@@ -9,6 +9,8 @@ pub(super) struct Marked {
     arguments: &'static str,
     call_end: &'static str,
     section_end: &'static str,
+    /// The tags that end a call's arguments even if these are not complete.
+    ends: &'static [&'static str],
 }
 
 /// DeepSeek V3 and R1 write `function`, the tag, the name and the arguments in a block of Markdown. V3.1 writes name, tag and arguments.
@@ -18,6 +20,7 @@ pub(super) const DEEPSEEK: Marked = Marked {
     arguments: "<｜tool▁sep｜>",
     call_end: "<｜tool▁call▁end｜>",
     section_end: "<｜tool▁calls▁end｜>",
+    ends: &["<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```"],
 };
 
 /// Kimi K2 writes `functions.name:index`, the tag and the arguments.
@@ -27,6 +30,7 @@ pub(super) const KIMI: Marked = Marked {
     arguments: "<|tool_call_argument_begin|>",
     call_end: "<|tool_call_end|>",
     section_end: "<|tool_calls_section_end|>",
+    ends: &["<|tool_call_end|>", "<|tool_calls_section_end|>"],
 };
 
 /// Maximum number of bytes before a call's arguments. A text without arguments up to this position is no call.
@@ -54,7 +58,7 @@ impl Marked {
         let name = name.trim();
         let name = name.strip_prefix("functions.").unwrap_or(name);
         let name = name.rsplit_once(':').filter(|(_, index)| index.parse::<u32>().is_ok()).map_or(name, |(name, _)| name);
-        Start::Call { name: name.to_owned(), at, nested: false }
+        Start::Call { name: name.to_owned(), at, arguments: ArgumentsReader::json(self.ends), nested: false }
     }
 
     pub(super) fn after(&self, text: &str) -> After {

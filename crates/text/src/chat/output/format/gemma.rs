@@ -1,0 +1,128 @@
+//! Parses calls in the format of Gemma 4: `<|tool_call>call:name{key:value,…}<tool_call|>`. Texts are between quotation marks of their own, and names
+//! have none.
+
+use super::{ArgumentsReader, CALL_GEMMA_END};
+use crate::chat::output::{
+    json::{Progress, Start, constant, escape_text},
+    reasoning::partial_suffix,
+};
+use serde_json::Value;
+
+const CALL: &str = "call:";
+const QUOTE: &str = "<|\"|>";
+/// Maximum number of bytes of a name.
+const NAME_BYTES_MAX: usize = 256;
+
+/// Reads the beginning of a call, after its opening tag.
+pub(super) fn start(text: &str) -> Start {
+    let begun = text.trim_start();
+    let Some(named) = begun.strip_prefix(CALL) else {
+        return if CALL.starts_with(begun) { Start::Undecided } else { Start::NoCall };
+    };
+    match named.split_once('{') {
+        Some((name, rest)) if !name.contains(char::is_whitespace) => {
+            let arguments = ArgumentsReader::Gemma(GemmaReader::default());
+            Start::Call { name: name.to_owned(), at: text.len() - rest.len() - 1, arguments, nested: false }
+        }
+        None if named.len() <= NAME_BYTES_MAX && !named.contains(char::is_whitespace) => Start::Undecided,
+        _ => Start::NoCall,
+    }
+}
+
+/// Reads the arguments of a call, and writes them as a JSON object.
+#[derive(Clone, Debug, Default)]
+pub(in crate::chat::output) struct GemmaReader {
+    /// The brackets that close the open objects and lists, innermost last.
+    closing: String,
+    /// Whether a name may follow, not a value.
+    expects_name: bool,
+    in_text: bool,
+    /// A name, number or constant so far.
+    bare: String,
+}
+
+impl GemmaReader {
+    pub(super) fn has_tag(name: &str) -> bool {
+        [QUOTE, CALL_GEMMA_END].contains(&name)
+    }
+
+    pub(super) fn read(&mut self, text: &str, is_ended: bool, out: &mut String) -> Progress {
+        let mut at = 0;
+        while at < text.len() {
+            let rest = &text[at..];
+            if self.in_text {
+                let end = rest.find(QUOTE);
+                let len = end.unwrap_or_else(|| rest.len() - if is_ended { 0 } else { partial_suffix(rest, &[QUOTE]) });
+                escape_text(&rest[..len], out);
+                if end.is_none() {
+                    return Progress::Later(at + len);
+                }
+                out.push('"');
+                self.in_text = false;
+                at += len + QUOTE.len();
+            } else if rest.starts_with(QUOTE) {
+                self.end_bare(out);
+                out.push('"');
+                self.in_text = true;
+                at += QUOTE.len();
+            } else if rest.starts_with(CALL_GEMMA_END) {
+                self.end_bare(out);
+                out.extend(std::mem::take(&mut self.closing).chars().rev());
+                return Progress::Complete(at);
+            } else if !is_ended && [QUOTE, CALL_GEMMA_END].iter().any(|tag| tag.starts_with(rest)) {
+                return Progress::Later(at);
+            } else if let Some(char) = rest.chars().next() {
+                at += char.len_utf8();
+                if self.next(char, out) {
+                    return Progress::Complete(at);
+                }
+            }
+        }
+        if is_ended {
+            self.end_bare(out);
+        }
+        Progress::Later(at)
+    }
+
+    /// Reads a character outside of texts. Returns whether it completes the arguments.
+    fn next(&mut self, char: char, out: &mut String) -> bool {
+        match char {
+            '{' | '[' if self.bare.trim().is_empty() => {
+                self.closing.push(if char == '{' { '}' } else { ']' });
+                out.push(char);
+                self.expects_name = char == '{';
+            }
+            '}' | ']' => {
+                self.end_bare(out);
+                self.closing.pop();
+                out.push(char);
+                return self.closing.is_empty();
+            }
+            ',' => {
+                self.end_bare(out);
+                out.push(',');
+                self.expects_name = self.closing.ends_with('}');
+            }
+            ':' if self.expects_name => {
+                self.end_bare(out);
+                out.push(':');
+                self.expects_name = false;
+            }
+            _ => self.bare.push(char),
+        }
+        false
+    }
+
+    /// Writes a name as a string, and a value as what it is.
+    fn end_bare(&mut self, out: &mut String) {
+        let word = std::mem::take(&mut self.bare);
+        let word = constant(word.trim());
+        if word.is_empty() || (!self.expects_name && serde_json::from_str::<Value>(word).is_ok()) {
+            out.push_str(word);
+        } else {
+            out.push('"');
+            escape_text(word, out);
+            out.push('"');
+        }
+    }
+}
