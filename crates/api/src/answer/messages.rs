@@ -164,7 +164,7 @@ impl Block {
             Self::Thinking(text) => json!({ "type": "thinking", "thinking": text, "signature": "" }),
             Self::Text(text) => json!({ "type": "text", "text": text }),
             Self::ToolUse { id, name, input } => {
-                // The arguments are no object if the answer's limit of tokens cut them off.
+                // Arguments that `max_tokens` has cut off are not an object.
                 let input = serde_json::from_str::<Value>(input).ok().filter(Value::is_object).unwrap_or_else(|| json!({}));
                 json!({ "type": "tool_use", "id": id, "name": name, "input": input })
             }
