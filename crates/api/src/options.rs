@@ -21,7 +21,7 @@ use tandem_text::{EncodeError, ServedModel, Special};
 pub struct TextOptions {
     /// Whether the text includes the stop string or stop token that ends it.
     pub stop_included: bool,
-    /// Whether special tokens have text.
+    /// Whether the text includes special tokens.
     pub special_tokens: bool,
     /// Whether the answer has no text. Stop strings are found nevertheless.
     pub absent: bool,

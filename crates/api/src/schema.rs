@@ -222,7 +222,8 @@ impl Transform for OfModels {
 fn below(limit: usize) -> String {
     let largest = (limit - 1).to_string();
     let len = largest.len();
-    // Numbers with fewer digits, and for each digit of the largest number those that have a smaller digit there and the same digits before.
+    // The numbers with fewer digits; and, for each digit of the largest number, those with the same digits before it and a smaller digit in
+    // its place.
     let mut forms: Vec<String> = (1..len).map(|digits| format!("[0-9]{{{digits}}}")).collect();
     for (at, digit) in largest.char_indices() {
         let smaller = char::from_u32(u32::from(digit) - 1).filter(char::is_ascii_digit);
