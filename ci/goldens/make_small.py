@@ -3,7 +3,7 @@
 RoPE scaling. The test writes the models. Run this script only if these models change.
 
     pip install gguf numpy llama-cpp-python
-    mkdir /tmp/small && TANDEM_SMALL_MODELS=/tmp/small cargo test -p tandem-devices --lib small_models_are_written_for_the_reference_script -- --ignored
+    mkdir /tmp/small && TANDEM_SMALL_MODELS=/tmp/small cargo test -p tandem-devices --lib models_for_the_reference_script_are_written -- --ignored
     python make_small.py /tmp/small
 
 Format: [{"model", "revision", "tokens", "logits"}], with numpy's logits of the last token, computed in double precision from weights that the

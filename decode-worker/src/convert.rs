@@ -56,7 +56,7 @@ pub(crate) enum Invalid {
     NoSampling,
     #[error("samples must be between 1 and {SAMPLES_MAX}")]
     Samples,
-    #[error("generated must name samples in order, each once, with at most max_tokens tokens, all in the vocabulary")]
+    #[error("generated must list each sample once, in ascending order, with at most max_tokens tokens of the vocabulary")]
     Generated,
     #[error("{field} must be {allowed}")]
     OutOfRange { field: &'static str, allowed: &'static str },

@@ -1,5 +1,4 @@
-//! The causes for which an attempt ends before its last token, and the only table that maps these causes to the failure reasons that
-//! clients receive.
+//! Why an attempt ends before its last token, and the only mapping of these causes to the failure reasons for clients.
 
 use crate::convert::Invalid;
 use tandem_engine::Refusal;

@@ -45,8 +45,8 @@ pub fn event_batch(instance_id: &str, batch: &KvBatch, above: u64) -> v1::KvEven
     }
 }
 
-/// Splits a batch into batches of at most `bytes_max` encoded bytes. An event that is longer by itself becomes a batch without events,
-/// whose `last_event_id` shows the receiver that an event is missing.
+/// Splits a batch into batches of at most `bytes_max` encoded bytes. An event that is longer by itself becomes a batch without events: its
+/// `last_event_id` shows the receiver that an event is missing.
 pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvEventBatch> {
     if batch.encoded_len() <= bytes_max {
         return vec![batch];

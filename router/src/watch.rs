@@ -37,7 +37,7 @@ pub(crate) enum ConnectionEnd {
     InvalidEvents(#[from] SubscriptionError),
     #[error("the peer router sent an invalid message")]
     InvalidBookings(#[from] ReplicationError),
-    #[error("the address is that of this router itself")]
+    #[error("the address is this router's own")]
     Itself,
 }
 

@@ -75,8 +75,8 @@ fn overloaded_cluster_serves_at_capacity_and_refuses_the_rest_at_once() {
 /// The time after which the speeds of all lines are measured. Before, the estimates rest on rates that do not include what decoding takes.
 const MEASURED_AFTER: Duration = Duration::from_secs(10);
 
-/// Checks that after each refusal by measured speeds another request is admitted within twice the time that the refusal says, and, if that is more than a second, not
-/// before half of it.
+/// Checks `Retry-After` of each refusal by measured speeds: the next request is admitted within twice this time and, if it is more than a
+/// second, not before half of it.
 fn check_retry_after(overloaded: &Overloaded) {
     for (at, refused) in
         overloaded.requests.iter().enumerate().filter(|(_, sent)| sent.status == Some(503) && sent.at >= MEASURED_AFTER)
@@ -91,7 +91,7 @@ fn check_retry_after(overloaded: &Overloaded) {
 
 #[test]
 #[ignore = "a comparison for docs/reliability.md"]
-fn overloaded_cluster_without_a_limit_on_the_wait() {
+fn overloaded_cluster_without_max_wait_is_measured() {
     for prefill in [PrefillPlace::Auto, PrefillPlace::Remote, PrefillPlace::Local] {
         let overloaded = run(Overload { max_wait: None, prefill, ..OVERLOAD }).expect("the cluster becomes idle");
         print(&format!("{prefill:?}, no limit"), &overloaded);
@@ -137,7 +137,7 @@ fn requests_to_a_full_cluster_wait_no_longer_than_their_limit() {
             let refused = outcome.requests.len() - answered;
             print_full(&full, answered, at_once, refused - at_once);
             assert!(outcome.long_complete, "{full:?}");
-            // A router knows only the mean of the blocks that sequences hold, so it foresees a full memory less well than full places.
+            // A router knows only the mean number of blocks per sequence, so it predicts exhausted KV memory less well than full batches.
             let foreseen = full.capacity_blocks < 65_536 || 2 * at_once >= refused;
             assert!(foreseen, "{full:?}: only {at_once} of {refused} refusals came at once");
             assert_eq!(outcome.failed_attempts, 0.0, "{full:?}: a prompt was prefilled twice");

@@ -98,7 +98,7 @@ struct EngineBlock {
     host: u32,
 }
 
-/// The Tandem block that precedes an engine block in its prompt.
+/// What precedes an engine's block in its prompt: nothing, a known Tandem block, or an unknown one.
 #[derive(Clone, Copy)]
 enum Before {
     Nothing,

@@ -11,7 +11,7 @@ use crate::{
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The parameter of the function that stands for a custom tool.
+/// The only parameter of the function as which the model sees a custom tool.
 pub const INPUT: &str = "input";
 
 /// A tool as the client knows it.
@@ -28,13 +28,13 @@ pub struct Origin {
 /// The tools of a request, as the model sees them.
 #[derive(Debug, Default)]
 pub(crate) struct Converted {
-    /// The definitions of functions as they are in a chat.
+    /// The functions, defined as in `/v1/chat/completions`.
     pub(crate) functions: Vec<Definition>,
     /// The tools that the client knows under another name or in another form, by the name that the model sees.
     pub(crate) origins: BTreeMap<String, Origin>,
     /// The types of tools that were left out.
     pub(crate) left_out: BTreeSet<String>,
-    /// The number of tools so far, with those that are left out.
+    /// The number of tools so far, including those that are left out.
     count: usize,
 }
 
@@ -67,7 +67,7 @@ impl Converted {
             Some(_) => {
                 return Err(RequestError::invalid(
                     format!("{at}.type"),
-                    Problem::Rule { rule: "must be a text: the type of the tool" },
+                    Problem::Rule { rule: "must be a string: the type of the tool" },
                 ));
             }
         };
@@ -93,7 +93,7 @@ impl Converted {
                 self.push(function, namespace, true, at)?;
             }
             "function" => {
-                // Some clients send a function as in a chat.
+                // Some clients send a function in the form of `/v1/chat/completions`.
                 let function = match tool.remove("function") {
                     Some(Value::Object(function)) => function,
                     _ => tool,
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn model_sees_functions_and_the_client_its_own_tools() {
+    fn all_tools_but_hosted_ones_become_functions() {
         let function = |name: &str| json!({ "type": "function", "name": name, "parameters": { "type": "object" } });
         let grammar = json!({ "type": "grammar", "syntax": "lark", "definition": "start: \"x\"" });
         let found = converted(json!([
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(found.functions[0].value["function"], json!({ "name": "f", "parameters": { "type": "object" } }));
         let custom = &found.functions[1].value["function"];
         assert_eq!(custom["parameters"]["required"], json!(["input"]));
-        let description = custom["description"].as_str().expect("it is a text");
+        let description = custom["description"].as_str().expect("it is a string");
         assert!(description.starts_with("d\n") && description.ends_with("lark grammar:\nstart: \"x\""), "{description}");
         let origin = |namespace: Option<&str>, name: &str, is_custom| Origin {
             namespace: namespace.map(str::to_owned),
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn incomplete_tools_are_refused_by_their_place() {
+    fn incomplete_tool_is_refused_with_its_position() {
         for (tools, expected) in [
             (json!([{ "type": "custom" }]), "'tools[0].name' is required"),
             (json!([{ "type": "web_search" }, { "type": "namespace", "tools": [] }]), "'tools[1].name' is required"),
@@ -199,7 +199,7 @@ mod tests {
                 json!([{ "type": "namespace", "name": "n", "tools": [{ "type": "function" }] }]),
                 "'tools[0].tools[0].name' is required",
             ),
-            (json!([{ "type": 5, "name": "f" }]), "'tools[0].type' must be a text"),
+            (json!([{ "type": 5, "name": "f" }]), "'tools[0].type' must be a string"),
             (json!([[]]), "'tools[0]' must be an object"),
             (
                 json!([{ "type": "namespace", "name": "n", "tools": [{ "type": "custom" }] }]),
@@ -214,7 +214,7 @@ mod tests {
         assert!(converted(two).expect_err("there are too many").contains("at most 1024 tools"));
         let hosted: Vec<Value> = (0..=TOOLS_MAX).map(|number| json!({ "type": number.to_string() })).collect();
         assert!(converted(json!(hosted)).expect_err("there are too many").contains("at most 1024 tools"));
-        // A namespace within a namespace is no tool that the client could run.
+        // Namespaces cannot be nested: the inner one is left out.
         let nested = json!([{ "type": "namespace", "name": "a", "tools": [{ "type": "namespace", "name": "b", "tools": [] }] }]);
         assert_eq!(Vec::from_iter(converted(nested).expect("it is left out").left_out), ["namespace"]);
     }

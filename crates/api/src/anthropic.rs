@@ -15,8 +15,8 @@ use tandem_text::{
     chat::{Message, Role, ToolCall},
 };
 
-/// The beginning of a line that a client puts before its system prompt for Anthropic's billing, in a block of its own or not. It differs in every
-/// request, so it would keep the rest of the prompt from being found in a cache.
+/// The beginning of a line that a client puts before its system prompt for Anthropic's billing, sometimes in a block of its own. It differs
+/// in every request, so it would prevent cache hits for the rest of the prompt.
 const BILLING: &str = "x-anthropic-billing-header:";
 /// The variables with which chat templates switch thinking on and off.
 const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
@@ -24,7 +24,7 @@ const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
 const NAMES: &ParamNames = &ParamNames::MESSAGES;
 
 impl MessagesRequest {
-    /// Checks the request for an answer.
+    /// Checks a request that is to be answered.
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
@@ -35,7 +35,7 @@ impl MessagesRequest {
         self.check_prompt(model)
     }
 
-    /// Checks the request for the number of tokens of its prompt.
+    /// Checks a request that only asks for the number of its prompt's tokens.
     ///
     /// # Errors
     /// A parameter is missing, out of range or not supported.
@@ -88,7 +88,7 @@ fn switches(on: bool) -> Map<String, Value> {
 }
 
 impl Choice {
-    /// Returns the choice as a chat has it, and whether several calls are allowed.
+    /// Converts the choice to that of a chat. Also returns whether several calls are allowed.
     fn check(self) -> Result<(Option<RawChoice>, Option<bool>), RequestError> {
         let choice = match self.kind.as_deref() {
             Some(mode @ ("auto" | "none")) => RawChoice::Mode(mode.to_owned()),
@@ -106,7 +106,7 @@ impl Choice {
     }
 }
 
-/// Returns the definitions of tools as they are in a chat, and the names of those that are left out: tools of Anthropic's own, such as
+/// Converts tools to those of a chat. Also returns the names of the tools that are left out: Anthropic's own, such as
 /// `web_search_20250305`, which its servers run or only its models know.
 fn chat_tools(tools: Vec<Value>) -> (Vec<Definition>, Vec<String>) {
     let (mut definitions, mut left_out) = (Vec::with_capacity(tools.len()), Vec::new());
@@ -120,7 +120,7 @@ fn chat_tools(tools: Vec<Value>) -> (Vec<Definition>, Vec<String>) {
     (definitions, left_out)
 }
 
-/// Returns a tool's definition as it is in a chat.
+/// Converts a tool to that of a chat.
 fn chat_tool(tool: Value) -> Value {
     let Value::Object(mut tool) = tool else { return tool };
     let mut function = Map::new();
@@ -196,11 +196,11 @@ impl Turn {
             match (block.kind.as_deref(), role) {
                 (Some("text"), _) => message.add_text(&block.text(&at)?),
                 (Some("thinking"), Role::Assistant) => message.add_reasoning(&block.thinking.unwrap_or_default()),
-                // What another server's model has thought and what its tools have found, which only that server can read.
+                // Encrypted reasoning, calls and results of hosted tools: only the server that wrote them can use them.
                 (Some("redacted_thinking" | "server_tool_use"), Role::Assistant) => {}
                 (Some(kind), Role::Assistant) if kind.ends_with("_tool_result") => {}
                 (Some("tool_use"), Role::Assistant) => message.tool_calls.push(block.call(&at)?),
-                // A result is a message of its own, before the text that follows it.
+                // A tool's result becomes a message of its own.
                 (Some("tool_result"), Role::User) => {
                     if message.content.is_some() {
                         messages.push(std::mem::replace(&mut message, Message { content: None, ..Message::new(role, "") }));
@@ -236,14 +236,14 @@ impl Block {
         let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let id = self.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
         let mut text = self.content.result_text(&format!("{at}.content"))?;
-        // Chat templates have no other place for this.
+        // Chat templates have no field for a failed result.
         if self.is_error == Some(true) {
             text.insert_str(0, "Error: ");
         }
         Ok(Message { tool_call_id: Some(id), ..Message::new(Role::Tool, text) })
     }
 
-    /// Returns the error for a block that cannot stand here.
+    /// Returns the error for a block whose type is not supported here.
     fn refused(self, at: &str) -> RequestError {
         match self.kind {
             Some(kind) => RequestError::invalid(at, Problem::Block { kind }),

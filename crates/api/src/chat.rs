@@ -35,7 +35,7 @@ pub struct Chat {
     pub conversation: Conversation,
     /// Whether the answer shows the model's reasoning.
     pub include_reasoning: bool,
-    /// The names of what the request has and the answer does not take into account.
+    /// The names of the request's fields and tools that have no effect on the answer.
     pub left_out: Vec<String>,
     /// The names of the request's fields, for errors.
     pub names: &'static ParamNames,
@@ -119,16 +119,17 @@ impl ChatRequest {
     }
 }
 
-/// All efforts of reasoning. A template without any takes the first two.
+/// All reasoning efforts. The first two are valid for every chat template.
 pub(crate) const EFFORTS: [&str; 7] = ["none", "medium", "minimal", "low", "high", "xhigh", "max"];
 
-/// Returns the efforts of reasoning that the model's chat template knows.
+/// Returns the reasoning efforts that are valid for the model's chat template.
 pub fn efforts(template: Option<&ChatTemplate>) -> &'static [&'static str] {
     let knows = |name: &str| template.is_some_and(|template| template.reads(name));
     if knows("reasoning_effort") || SWITCHES.into_iter().any(knows) { &EFFORTS } else { &EFFORTS[..2] }
 }
 
-/// Returns the effort, unless the model's chat template has none: agents have one setting for all models. Its name is recorded then.
+/// Returns the reasoning effort. If it is not valid for the model's chat template, returns `None` and adds the field's name to `left_out`,
+/// because agents send the same effort to all models.
 pub(crate) fn effort_with_effect(
     effort: Option<String>,
     model: &ServedModel,
@@ -143,8 +144,8 @@ pub(crate) fn effort_with_effect(
     effort.filter(|_| !useless)
 }
 
-/// Sets the variables with which templates know the effort of reasoning. A template that can only switch reasoning on and off reasons with
-/// every effort but `none`.
+/// Sets the chat template's variables for the reasoning effort. If the template can only switch reasoning on and off, every effort but
+/// `none` switches it on.
 fn set_reasoning_effort(
     variables: &mut Map<String, Value>,
     effort: &str,
@@ -155,7 +156,7 @@ fn set_reasoning_effort(
     match effort {
         "none" | "medium" | "minimal" | "low" | "high" | "xhigh" | "max" => {
             if !efforts(template).contains(&effort) {
-                let rule = "is not supported by the model, whose chat template has no effort of reasoning; leave it out";
+                let rule = "is not supported by the model, whose chat template has no reasoning effort; leave it out";
                 return Err(RequestError::invalid(param, Problem::Rule { rule }));
             }
         }

@@ -54,7 +54,7 @@ impl CompletionRequest {
         }
         let mut options = self.take_common()?.check(&ParamNames::COMPLETION, model)?;
         if self.best_of.is_some_and(|Whole(best_of)| best_of != i64::from(options.samples)) {
-            return Err(RequestError::invalid("best_of", Problem::Rule { rule: "is not supported unless it equals 'n'" }));
+            return Err(RequestError::invalid("best_of", Problem::Rule { rule: "must equal 'n'" }));
         }
         at_most("n", prompts.len() * options.samples as usize, CHOICES_MAX, "choices over all prompts")?;
         options.sampling.logprobs = self.logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;
@@ -62,7 +62,7 @@ impl CompletionRequest {
         let echo = self.echo.unwrap_or(false);
         let max_tokens = match self.max_tokens {
             None => MAX_TOKENS_DEFAULT,
-            // With 0, the answer is the usage and what the request asks about the prompt.
+            // With 0, nothing is generated: the answer only has the usage and what was requested about the prompt.
             Some(Whole(found)) => options::token_count("max_tokens", found, 0)?,
         };
         options::check_min_tokens(&options, Some(max_tokens))?;

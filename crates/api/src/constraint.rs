@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use tandem_grammar::{CONSTRAINT_BYTES_MAX, Constraint, Kind};
 use tandem_proto::v1::{self, constraint::Choices};
 
-/// A constraint, and the parameter that states it, which errors name.
+/// A constraint, and the parameter that states it, for errors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stated {
     /// The field that states it.
@@ -28,7 +28,7 @@ impl Stated {
             .map_err(|error| RequestError::invalid(&*self.param, Problem::Constraint { problem: error.to_string() }))
     }
 
-    /// Returns the message for workers.
+    /// Returns the protobuf message for workers.
     pub fn message(&self) -> v1::Constraint {
         let Constraint { kind, begins_after } = self.constraint.clone();
         let mut message = v1::Constraint { begins_after: begins_after.unwrap_or_default(), ..Default::default() };
@@ -165,12 +165,12 @@ fn structured_outputs(value: &Value) -> Checked {
     one.map(Some)
 }
 
-/// Reads a schema, which may also be written as a text.
+/// Reads a schema: an object, or a string that contains one.
 fn schema(param: &str, value: &Value, kind: fn(String) -> Kind) -> Checked {
     let schema = match value {
         Value::String(text) => text.clone(),
         Value::Object(_) => value.to_string(),
-        _ => return Err(expected(param, "must be a JSON schema: an object, or an object as a text")),
+        _ => return Err(expected(param, "must be a JSON schema: an object, or a string that contains one")),
     };
     bounded(param, schema.len())?;
     stated(param, kind(schema))
@@ -191,7 +191,7 @@ fn text(param: &str, value: &Value, kind: fn(String) -> Kind) -> Checked {
             bounded(param, text.len())?;
             stated(param, kind(text.to_owned()))
         }
-        None => Err(expected(param, "must be a text")),
+        None => Err(expected(param, "must be a string")),
     }
 }
 
@@ -204,16 +204,16 @@ fn choice(param: &str, value: &Value) -> Checked {
             stated(param, Kind::Choice(texts))
         }
         Some(_) => Err(RequestError::invalid(param, Problem::Empty)),
-        None => Err(expected(param, "must be a list of texts")),
+        None => Err(expected(param, "must be a list of strings")),
     }
 }
 
-/// Reads a structural tag, which may also be written as a text.
+/// Reads a structural tag: an object, or a string that contains one.
 fn structural_tag(param: &str, value: &Value) -> Checked {
     let tags = match value {
         Value::String(text) => text.clone(),
         Value::Object(object) => tag_of(object).to_string(),
-        _ => return Err(expected(param, "must be a structural tag: an object, or an object as a text")),
+        _ => return Err(expected(param, "must be a structural tag: an object, or a string that contains one")),
     };
     bounded(param, tags.len())?;
     stated(param, Kind::StructuralTag(tags))
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_value_is_refused_with_its_name() {
+    fn invalid_constraint_is_refused_with_the_name_of_its_field() {
         for (value, message) in [
             (json!("json"), "'response_format' must be an object."),
             (json!({ "type": "xml" }), "'response_format.type' must be one of"),
@@ -324,7 +324,7 @@ mod tests {
             (json!({}), "'structured_outputs' must have one of"),
             (json!({ "json_object": false }), "'structured_outputs' must have one of"),
             (json!({ "regex": "" }), "'structured_outputs.regex' must not be empty"),
-            (json!({ "choice": ["a", 1] }), "'structured_outputs.choice' must be a list of texts"),
+            (json!({ "choice": ["a", 1] }), "'structured_outputs.choice' must be a list of strings"),
             (json!({ "choice": [] }), "'structured_outputs.choice' must not be empty"),
             (json!({ "regex": "a", "whitespace_pattern": "x" }), "'structured_outputs.whitespace_pattern' is not supported"),
             (json!({ "regex": "a", "choice": ["a"] }), "cannot be combined with 'structured_outputs."),
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn two_constraints_are_refused_with_both_names() {
+    fn two_constraints_are_refused_with_the_names_of_both_fields() {
         let both = checked(|given| {
             given.response_format = Some(json!({ "type": "json_object" }));
             given.regex = Some(json!("a"));

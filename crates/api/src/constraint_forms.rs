@@ -2,12 +2,12 @@
 
 use serde_json::{Value, json};
 
-/// Returns the JSON schema of a text.
+/// Returns the JSON schema of a string.
 pub(crate) fn text_form() -> Value {
     json!({ "type": "string", "minLength": 1 })
 }
 
-/// Returns the JSON schema of a list of texts.
+/// Returns the JSON schema of a list of strings.
 pub(crate) fn choices_form() -> Value {
     json!({ "type": "array", "minItems": 1, "items": { "type": "string" } })
 }

@@ -39,7 +39,7 @@ pub enum RequestError {
         context_length: u32,
         prompt_tokens: u32,
         new_tokens: u32,
-        /// The name of the prompt in the text.
+        /// What the message calls the prompt.
         prompt: &'static str,
         param: &'static str,
     },

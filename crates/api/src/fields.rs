@@ -23,7 +23,7 @@ pub(crate) const BAD_WORDS_MAX: usize = 128;
 /// The maximum number of tokens in `logprob_token_ids`, as many as there may be alternatives.
 pub(crate) const LOGPROB_TOKENS_MAX: usize = 20;
 
-/// A list that keeps at most `MAX` + 1 elements and skips all others. The one element too many lets a later check refuse the list.
+/// A list that keeps at most `MAX` + 1 elements and skips all others. By the extra element, a later check knows that the list is too long.
 pub struct Bounded<T, const MAX: usize>(pub Vec<T>);
 
 /// An object whose values are numbers. It keeps at most `MAX` + 1 entries, like [`Bounded`]. The entries keep their order, and several may

@@ -32,7 +32,7 @@ impl Ignored {
         }
     }
 
-    /// Adds a name of something else that the answer does not take into account.
+    /// Adds the name of another part of the request that has no effect on the answer.
     pub fn add_name(&mut self, name: &str) {
         let mut shown = String::new();
         write_name(name, &mut shown);

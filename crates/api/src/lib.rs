@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nesting_and_elements_are_counted_outside_of_strings_only() {
+    fn brackets_and_commas_within_strings_are_not_counted() {
         for (json, deepest, elements) in
             [("1", 0, 0), ("[]", 1, 1), (r#"{"a":[1,{}]}"#, 3, 4), (r#"["[[[,[", "\"[[,", "\\"]"#, 1, 3), ("]]][", 1, 1)]
         {

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use tandem_text::chat::{Message, Role, ToolCall};
 
-/// The type of the part that OpenAI's models answer in place of a text, and the name of its field.
+/// The type, and the field's name, of the content part in which OpenAI's models refuse to answer.
 const REFUSAL: &str = "refusal";
 
 /// A message as the client sent it.
@@ -113,7 +113,7 @@ impl JsonSchema for RawMessage {
         }
         schema.optional::<Vec<RawCall>>(generator, "tool_calls", &[]);
         schema.unsupported(generator, "function_call", &[]);
-        // Only the assistant calls and refuses.
+        // Only messages of the assistant have tool calls and refusals.
         let texts = json!({ "items": { "properties": { "type": { "const": "text" } } } });
         let others = json!({ "properties": { "tool_calls": { "type": ["array", "null"], "maxItems": 0 }, "content": texts } });
         schema.either(others, json!({ "properties": { "role": { "const": "assistant" } } }));
@@ -234,8 +234,8 @@ impl Content {
 }
 
 impl Content {
-    /// Returns the text of a tool's result. A result stays in the conversation, so a part that the model cannot read must not end the conversation: it
-    /// becomes a text that names it.
+    /// Returns the text of a tool's result. A part that the model cannot read becomes a text that names it: an error would end the
+    /// conversation, because every later request repeats the result.
     ///
     /// # Errors
     /// A part is incomplete.
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn part_that_is_no_text_is_named_in_the_error() {
+    fn error_names_the_part_that_is_not_text() {
         for (kind, value) in
             [("image_url", json!({ "url": "data:" })), ("input_audio", json!({ "data": "" })), ("file", json!({}))]
         {

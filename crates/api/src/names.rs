@@ -1,11 +1,11 @@
-//! The names that the dialects have for the same fields, for errors.
+//! The names of the same fields in each API, for errors.
 
-/// The names of the fields of a request that differ between the dialects. Those of tools are parts of paths.
+/// The names of fields that differ between the APIs. Those about tools are parts of paths.
 #[derive(Debug)]
 pub struct ParamNames {
     /// The field with the prompt.
     pub prompt: &'static str,
-    /// The name of the prompt in the text about a prompt that is too long.
+    /// What the error about a prompt that is too long calls the prompt.
     pub(crate) prompt_in_text: &'static str,
     pub(crate) max_tokens: &'static str,
     pub(crate) max_completion_tokens: &'static str,
@@ -21,14 +21,14 @@ pub struct ParamNames {
     pub(crate) allowed_tools: &'static str,
 }
 
-/// The object with the JSON schema of an answer's text.
+/// Where the response format has the JSON schema.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SchemaForm {
-    /// The member `json_schema` of the format.
+    /// In its member `json_schema`, with a name.
     Nested,
-    /// The format itself, unless it has this member.
+    /// In the format itself, with a name; or in `json_schema` if it has that member.
     Flat,
-    /// The format itself, which has the schema alone.
+    /// In the format itself, without a name.
     Unnamed,
 }
 

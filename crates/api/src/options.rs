@@ -21,7 +21,7 @@ use tandem_text::{EncodeError, ServedModel, Special};
 pub struct TextOptions {
     /// Whether the text includes the stop string or stop token that ends it.
     pub stop_included: bool,
-    /// Whether special tokens have text.
+    /// Whether the text includes special tokens.
     pub special_tokens: bool,
     /// Whether the answer has no text. Stop strings are found nevertheless.
     pub absent: bool,
@@ -147,10 +147,10 @@ pub(crate) fn alternatives(param: &str, found: i64) -> Result<u32, RequestError>
     Ok(found as u32)
 }
 
-/// Checks that tokens for which logprobs are requested come with a request for logprobs.
+/// Refuses a list of tokens for logprobs without a request for logprobs.
 ///
 /// # Errors
-/// The request has the tokens alone.
+/// The request has only the list.
 pub(crate) fn check_logprob_tokens(options: &Options) -> Result<(), RequestError> {
     if options.sampling.logprobs.is_none() && !options.sampling.logprob_token_ids.is_empty() {
         return Err(RequestError::invalid("logprob_token_ids", Problem::Rule { rule: "is only allowed with 'logprobs'" }));
@@ -158,10 +158,10 @@ pub(crate) fn check_logprob_tokens(options: &Options) -> Result<(), RequestError
     Ok(())
 }
 
-/// Checks that logprobs of the prompt are not requested for a streamed answer, in which they have no place.
+/// Refuses a request for the prompt's logprobs in a streamed answer, which has no field for them.
 ///
 /// # Errors
-/// They are requested for a streamed answer.
+/// The answer is streamed, and they are requested.
 pub(crate) fn check_prompt_logprobs(prompt_logprobs: Option<u32>, stream: Option<StreamUsage>) -> Result<(), RequestError> {
     if stream.is_some() && prompt_logprobs.is_some() {
         return Err(RequestError::invalid("prompt_logprobs", Problem::Rule { rule: "is only allowed when 'stream' is false" }));
@@ -181,12 +181,12 @@ pub(crate) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Re
 }
 
 impl Options {
-    /// Checks that the answer is one text, for a format that has no place for more.
+    /// Refuses parameters whose results the Responses and Messages APIs cannot express.
     ///
     /// # Errors
-    /// A parameter requests more.
+    /// Such a parameter is set.
     pub(crate) fn check_one_text(&self) -> Result<(), RequestError> {
-        const RULE: &str = "has no place in an answer of this path; use /v1/chat/completions";
+        const RULE: &str = "is not supported by this path; use /v1/chat/completions";
         let requested = [
             ("n", self.samples != 1),
             ("prompt_logprobs", self.prompt_logprobs.is_some()),
@@ -307,8 +307,8 @@ fn allowed_tokens(given: Bounded<Whole, ALLOWED_TOKENS_MAX>, model: &ServedModel
     Ok(tokens)
 }
 
-/// Encodes texts that the answer must not contain. As in vLLM, a text is barred as it is tokenized at the beginning of a text, and if it has as many
-/// tokens after a space, also as it is tokenized there.
+/// Encodes `bad_words`. As in vLLM, the tokens that a word has at the beginning of a text are barred. Its tokens after a space are barred
+/// as well if they are equally many.
 fn bad_words(Bounded(given): Bounded<String, BAD_WORDS_MAX>, model: &ServedModel) -> Result<Vec<BadWord>, RequestError> {
     at_most("bad_words", given.len(), BAD_WORDS_MAX, "strings")?;
     let longest = given.iter().map(|text| text.chars().count()).max().unwrap_or(0);
@@ -318,7 +318,7 @@ fn bad_words(Bounded(given): Bounded<String, BAD_WORDS_MAX>, model: &ServedModel
         let trimmed = Some(text.trim_start()).filter(|trimmed| !trimmed.is_empty()).unwrap_or(&text);
         let plain = encode(trimmed)?;
         let Some(first) = plain.first() else {
-            return Err(RequestError::invalid("bad_words", Problem::Rule { rule: "must not hold a string without tokens" }));
+            return Err(RequestError::invalid("bad_words", Problem::Rule { rule: "must not contain a string without tokens" }));
         };
         let after_space = encode(&format!(" {trimmed}"))?;
         let differs = after_space.len() == plain.len() && after_space.first() != Some(first);

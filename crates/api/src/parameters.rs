@@ -82,7 +82,7 @@ pub(crate) const WITHOUT_EFFECT: [&str; 19] = [
     "cache_prompt",
 ];
 
-/// Adds a parameter to the schema of a request. Three parameters are required.
+/// Adds a parameter to the schema of a request.
 fn describe<T: JsonSchema>(
     schema: &mut ObjectSchema,
     generator: &mut SchemaGenerator,
@@ -145,7 +145,7 @@ macro_rules! parameters {
             $(pub(crate) $field: Option<$type>,)*
         }
 
-        /// A chat with these parameters, and without the parameters of its own.
+        /// Returns a chat that has only the parameters of both endpoints.
         impl From<Common> for ChatRequest {
             fn from(common: Common) -> Self {
                 Self { $($field: common.$field,)* ..Self::default() }
@@ -179,7 +179,7 @@ macro_rules! parameters {
         impl $name {
             /// The names of the supported parameters.
             const SUPPORTED: &[&str] = &["model", "max_tokens", $(stringify!($field),)* $(stringify!($common),)*];
-            /// The parameters that are refused unless their value does not change the answer, each with its entry of the table.
+            /// The unsupported parameters, each with its entry in the table. They are accepted only with values that do not change the answer.
             const REFUSED: &[(&str, &str)] = &[
                 $((stringify!($own_refused), concat!(stringify!($own_refused), $(" = ", stringify!($own_accepted))*)),)*
                 $((stringify!($refused), concat!(stringify!($refused), $(" = ", stringify!($accepted))*)),)*
@@ -300,7 +300,7 @@ impl SamplingParams {
         (self.detokenize, self.skip_special_tokens, self.include_stop_str_in_output) = (None, None, None);
     }
 
-    /// Returns the name of a parameter of the whole request, if this object has one.
+    /// Returns the name of a parameter in this object that belongs outside of it.
     pub(crate) fn misplaced(&self) -> Option<&'static str> {
         let placed = [
             ("model", self.model.is_some()),

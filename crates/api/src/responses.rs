@@ -23,10 +23,10 @@ use tandem_text::{
 const METADATA_MAX: usize = 16;
 const METADATA_KEY_MAX: usize = 64;
 const METADATA_VALUE_MAX: usize = 512;
-/// The maximum length of a text that only the answer's object repeats, in bytes.
+/// The maximum length, in bytes, of a string that has no effect but to be repeated in the answer.
 const REPEATED_BYTES_MAX: usize = 512;
 const LOGPROBS: &str = "message.output_text.logprobs";
-/// The values of `include`. All but [`LOGPROBS`] concern items that no answer of this server has, or that need no encryption here.
+/// The accepted values of `include`. All but [`LOGPROBS`] have no effect, because answers of this server have no such items and are not encrypted.
 const INCLUDABLE: [&str; 8] = [
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -83,7 +83,7 @@ impl ResponsesRequest {
         Ok(Responses { chat: Chat { left_out, ..chat }, repeated, origins })
     }
 
-    /// Checks the parameters for which this server has one value.
+    /// Checks the parameters that have no effect or only one supported value.
     fn check_fixed(&self) -> Result<(), RequestError> {
         let rule = |param: &str, rule| Err(RequestError::invalid(param, Problem::Rule { rule }));
         if self.max_tokens.is_some() {
@@ -92,7 +92,7 @@ impl ResponsesRequest {
         if self.truncation.as_deref().is_some_and(|truncation| truncation != "disabled") {
             return rule("truncation", "must be 'disabled': this server removes no items from the input");
         }
-        // Answers have the reasoning itself, whatever summary is wanted.
+        // Answers have the complete reasoning, whatever summary the client requests.
         let summary = self.reasoning.as_ref().and_then(|reasoning| {
             let is_unknown = |value: &&str| !["auto", "concise", "detailed", "none"].contains(value);
             let of = |name, value: &Option<String>| value.as_deref().filter(is_unknown).map(|_| name);
@@ -109,7 +109,7 @@ impl ResponsesRequest {
         Ok(())
     }
 
-    /// Returns the name of the wanted verbosity if it has no effect.
+    /// Returns the field's name if the request sets a verbosity other than the default, because it has no effect.
     fn ignored_text(&self) -> Option<String> {
         let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
         verbosity.filter(|verbosity| *verbosity != "medium").map(|_| "text.verbosity".to_owned())
@@ -180,7 +180,7 @@ impl ResponsesRequest {
     }
 }
 
-/// Returns the choice of a tool as a chat has it, with the names that the model sees.
+/// Converts the choice of a tool to that of a chat, with the names that the model sees.
 fn chat_choice(choice: Value) -> Result<RawChoice, RequestError> {
     let typed = |source| RequestError::Type { param: "tool_choice".to_owned(), source };
     let name = |tool: &Value| tool["name"].as_str().map(|name| visible(tool["namespace"].as_str(), name));

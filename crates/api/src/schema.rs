@@ -9,7 +9,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema, transform::Tran
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 
-/// The member of a schema that says which values of the served models complete it. [`OfModels`] replaces the member.
+/// A placeholder in a schema. Its value says which limits of the served models [`OfModels`] inserts in its place.
 pub(crate) const SERVED: &str = "x-served";
 /// The value of [`SERVED`] in the schema of a request that need not name the model if there is only one.
 pub(crate) const NAMES_MODEL: &str = "names model";
@@ -45,7 +45,7 @@ pub struct Truncated;
 pub struct Form(pub fn() -> Value);
 /// A list of tools.
 pub struct Tools;
-/// An effort of reasoning that the served models know.
+/// A reasoning effort that is valid for all served models.
 pub struct Efforts;
 /// Variables of a chat template.
 pub struct Variables;
@@ -183,7 +183,7 @@ pub struct OfModels {
     pub vocab_size: usize,
     /// The longest context in tokens.
     pub context_length: u32,
-    /// The efforts of reasoning that all models know.
+    /// The reasoning efforts that are valid for all models.
     pub efforts: &'static [&'static str],
 }
 
@@ -222,7 +222,8 @@ impl Transform for OfModels {
 fn below(limit: usize) -> String {
     let largest = (limit - 1).to_string();
     let len = largest.len();
-    // Numbers with fewer digits, and for each digit of the largest number those that have a smaller digit there and the same digits before.
+    // The numbers with fewer digits; and, for each digit of the largest number, those with the same digits before it and a smaller digit in
+    // its place.
     let mut forms: Vec<String> = (1..len).map(|digits| format!("[0-9]{{{digits}}}")).collect();
     for (at, digit) in largest.char_indices() {
         let smaller = char::from_u32(u32::from(digit) - 1).filter(char::is_ascii_digit);
@@ -397,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_below_a_limit_match_its_expression() {
+    fn expression_matches_exactly_the_numbers_below_the_limit() {
         for limit in [1, 2, 9, 10, 11, 100, 101, 258, 1_000, 4_096, 9_999] {
             assert_eq!(matching(limit, 0..12_000), (0..limit).collect::<Vec<_>>(), "below {limit}");
         }

@@ -11,7 +11,7 @@ use serde::{Deserialize, de::IgnoredAny};
 use serde_json::json;
 use std::borrow::Cow;
 
-/// The fields of a chat that decide its prompt.
+/// The fields of a chat that determine its prompt.
 const OF_PROMPT: [&str; 9] = [
     "messages",
     "tools",
@@ -33,7 +33,7 @@ pub struct TokenizeRequest {
     pub prompt: Option<String>,
     /// Whether the body is a conversation, which is parsed as a chat then.
     pub messages: Option<IgnoredAny>,
-    /// Whether the model's leading token is added.
+    /// Whether the model's beginning-of-sequence token is added.
     pub add_special_tokens: Option<bool>,
     /// Whether the answer has the text of each token.
     pub return_token_strs: Option<bool>,

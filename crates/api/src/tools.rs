@@ -25,7 +25,7 @@ pub(crate) struct RawTools {
     pub(crate) parallel: Option<bool>,
 }
 
-/// The definition of a tool as it is in a chat.
+/// The definition of a tool, as in `/v1/chat/completions`.
 #[derive(Debug)]
 pub(crate) struct Definition {
     /// The field of the request that has it, for errors.
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn choice_decides_which_tools_the_model_sees() {
+    fn tool_choice_determines_which_tools_the_model_sees() {
         let both = json!([function("a"), function("b")]);
         let named = |name: &str| json!({ "type": "function", "function": { "name": name } });
         let allowed = |mode: &str| json!({ "type": "allowed_tools", "allowed_tools": { "mode": mode, "tools": [named("b")] } });

@@ -71,7 +71,7 @@ pub struct CudaLimits {
     pub step_tokens_max: u32,
     /// The most sequences in a step that advance by a single token.
     pub sequences_max: u32,
-    /// Whether the engine's work runs before that of engines of the same process that are not urgent.
+    /// Whether the engine's work runs before the work of non-urgent engines of the process.
     pub urgent: bool,
 }
 
@@ -141,7 +141,7 @@ impl CudaModel {
         Self::load_from(file, settings, Origin::File)
     }
 
-    /// As [`load`](Self::load), with random weights that are made on the GPUs: of the files only the headers are read.
+    /// As [`load`](Self::load), but only reads the files' headers, and makes random weights on the GPUs.
     ///
     /// # Errors
     ///

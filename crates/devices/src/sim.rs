@@ -240,8 +240,9 @@ fn fold(slots: &[u64]) -> u64 {
 }
 
 impl Vocabulary {
-    /// Returns the likely tokens and their logits, at most six. They are up to four words, so that temperature and seed change the sampled token. In
-    /// some rows the end token is the likeliest. If a constraint bars the end token, the token that closes a text is the likeliest instead.
+    /// Returns the likely tokens and their logits, at most six. Up to four of them are words, so that temperature and seed change the
+    /// sampled token. In some rows the end token is the likeliest. If a constraint bars the end token, the token that closes a text is the
+    /// likeliest instead.
     fn candidates(&self, state: u64) -> BTreeMap<TokenId, f32> {
         let word = |candidate: u64| {
             let draw = mix(state ^ (candidate << 32));

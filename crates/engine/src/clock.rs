@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-/// The simulated time that steps have taken and that the engine's thread has not slept yet. It is cheap to clone.
+/// The simulated duration of steps for which the engine's thread still has to sleep. Clones share it.
 #[derive(Clone, Default)]
 pub struct SimClock(Arc<AtomicU64>);
 

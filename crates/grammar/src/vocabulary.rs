@@ -16,7 +16,7 @@ const TOKENS_MAX: usize = 1 << 20;
 /// Maximum length in bytes of a token that a constraint can allow. Longer tokens are never sampled under a constraint.
 const TOKEN_BYTES_MAX: usize = 512;
 
-/// The number of parser items that each optional property needs at a position of a text where it may follow.
+/// The number of parser items for each optional property that may come next in a text.
 const ITEMS_OF_PROPERTY: usize = 4;
 
 /// A model's tokens. The tables that constraints need are built when the first constraint is compiled. They take some tens of bytes for each byte of

@@ -61,7 +61,7 @@ pub enum SimulateError {
     #[error("the cluster has no decode worker; give it one")]
     NoDecodeWorker,
     /// A step, a transfer or the whole trace would take too long for the clock.
-    #[error("with these rates and this speed, something takes longer than {DAYS_MAX} days; raise them")]
+    #[error("with these rates and this speed, a step, a transfer or the trace takes longer than {DAYS_MAX} days; raise them")]
     TooSlow,
     /// Prompts must be prefilled on prefill workers, and there are none.
     #[error("--prefill remote needs prefill workers; set --prefill-workers")]

@@ -46,7 +46,7 @@ fn documents_hit_the_cache_and_load_is_balanced_at_any_concurrency() {
 }
 
 #[test]
-fn documents_larger_than_all_caches_hit_more_often_than_with_fewest_requests() {
+fn router_gets_more_cache_hits_than_fewest_requests_if_documents_exceed_all_caches() {
     let (cluster, prompts) = (cluster(160, 8, 1), documents(40, 23, 10, 1));
     let (aware, blind) = (figures(&cluster, &prompts), figures(&blind(&cluster), &prompts));
     assert!(aware.hit_rate > 3.0 * blind.hit_rate && aware.ttft_mean_s < 0.8 * blind.ttft_mean_s, "{aware:?} {blind:?}");

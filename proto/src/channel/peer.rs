@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn each_method_has_its_callers() {
+    fn each_method_permits_only_its_callers() {
         use PeerRole::{DecodeWorker, Frontend, PrefillWorker, Router, Tool};
         let table: [(&str, &[PeerRole]); 14] = [
             ("Router/Route", &[Frontend]),

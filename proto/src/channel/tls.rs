@@ -49,7 +49,7 @@ const PROTOCOL: &[u8] = b"h2";
 /// The contents of the files of a process, in PEM format.
 #[derive(Clone, Copy, Debug)]
 pub struct TlsPem<'a> {
-    /// The chain of certificates, that of the process first.
+    /// The certificate chain, with the process's own certificate first.
     pub certificate: &'a str,
     /// The private key of the first certificate.
     pub key: &'a str,
@@ -61,9 +61,9 @@ pub struct TlsPem<'a> {
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum ClusterTlsError {
-    #[error("one of the files of the cluster's certificates is not in PEM format")]
+    #[error("a certificate or key file of the cluster is not in PEM format")]
     Pem(#[from] PemError),
-    #[error("the file of the cluster's authority has no certificate that can be used")]
+    #[error("the file of the cluster's authority has no usable certificate")]
     Ca(#[source] VerifierBuilderError),
     #[error("the certificate and its key cannot be used together")]
     Pair(#[from] rustls::Error),
@@ -71,7 +71,7 @@ pub enum ClusterTlsError {
         "the certificate names no process: its URI must be spiffe://DOMAIN/tandem/CLUSTER/ROLE, with a ROLE such as decode-worker"
     )]
     Unnamed,
-    #[error("the certificate is that of {found}, but this process is {expected}")]
+    #[error("the certificate is for {found}, but this process is {expected}")]
     OtherProcess { found: Peer, expected: Peer },
 }
 

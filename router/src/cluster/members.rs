@@ -46,9 +46,7 @@ pub(crate) enum JoinError {
     Differs(#[from] Difference),
     #[error("the worker rejects this router's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    #[error(
-        "{model} is {one} on this worker and {other} on another; give LoRAs names that no base model and no LoRA of another one has"
-    )]
+    #[error("{model} is {one} on this worker and {other} on another; give each LoRA a name that no other base model or LoRA has")]
     Ambiguous { model: String, one: String, other: String },
     #[error("this worker instance has already joined under another address; list each worker once")]
     Duplicate,

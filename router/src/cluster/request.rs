@@ -51,7 +51,7 @@ pub(crate) enum PlacementError {
     NoModelNamed,
     #[error("the router has reached its limit of bookings; try again later")]
     TooManyBookings,
-    #[error("the request has failed on all placements that one request may have; try again later")]
+    #[error("the request has failed on the maximum number of placements; try again later")]
     TooManyAttempts,
     #[error("the request would wait in the queue for longer than its limit; try again in {} seconds", .retry_after.as_secs_f64().ceil())]
     Overloaded {

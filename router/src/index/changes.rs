@@ -91,7 +91,7 @@ impl IndexWriter {
         self.rows[row as usize].blocks.len() as u64
     }
 
-    /// Records that the row's blocks are to be removed. Lookups must no longer see the row.
+    /// Queues the row for the removal of its blocks. No lookup may use the row any more.
     pub(super) fn retire(&mut self, row: u32) {
         self.retired.push_back(row);
     }

@@ -358,7 +358,7 @@ impl HashTable {
         start..start + count
     }
 
-    /// Halves a segment that is nearly empty, or merges it with the segment from which it was split if that is nearly empty too.
+    /// Halves a nearly empty segment, or merges it with the segment from which it was split if both are nearly empty.
     #[cold]
     fn shrink(&mut self, fingerprint: u64) {
         if self.len == 0 {

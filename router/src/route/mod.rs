@@ -31,7 +31,7 @@ pub enum NoEligibleWorker {
     #[error("no decode worker has joined; start one or wait until it is up")]
     NoDecodeWorker,
     #[error(
-        "no prefill worker has joined, and --prefill remote forbids prefill on decode workers; start one, or set --prefill auto"
+        "no prefill worker has joined, and --prefill remote forbids prefill on decode workers; start a prefill worker, or set --prefill auto"
     )]
     NoPrefillWorker,
     #[error(

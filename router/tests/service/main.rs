@@ -167,7 +167,7 @@ async fn worker_may_report_blocks_in_host_memory_in_addition_to_its_capacity() {
 }
 
 #[tokio::test]
-async fn worker_is_removed_when_its_stream_ends_or_is_silent_and_may_rejoin() {
+async fn worker_whose_stream_ends_or_is_silent_is_removed_and_may_rejoin() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let settings = RouterSettings { silence_max: Duration::from_secs(1), ..local() };
     let router = TestRouter::start(&[&decode], settings).await;

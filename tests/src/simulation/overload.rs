@@ -72,7 +72,7 @@ pub struct Sent {
 /// What a cluster did under overload.
 #[derive(Debug)]
 pub struct Overloaded {
-    /// First tokens a second of the saturated cluster.
+    /// The number of first tokens per second of the saturated cluster.
     pub capacity: f64,
     /// Times to the first tokens of requests that were sent one after the other to the idle cluster; empty if no request is urgent.
     pub idle_first_tokens: Vec<Duration>,

@@ -303,7 +303,7 @@ async fn server_without_tokenize_gets_token_ids_or_nothing() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stopped_run_reports_what_there_is() -> Result<()> {
+async fn stopped_run_reports_the_requests_so_far() -> Result<()> {
     let fake = Fake::start(fake::Settings::default(), |body| {
         // The first two prompts have two blocks and are answered; the others never end.
         if body["prompt"].as_str().unwrap_or_default().len() == 1_024 { Behaviour::Tokens(1) } else { Behaviour::Stall }

@@ -68,7 +68,7 @@ pub(super) struct SamplingParams<'a> {
 
 #[derive(Serialize)]
 struct ExtraArgs {
-    /// Makes the engine's KV events also report the cached blocks that the request uses, so that the mirror adds blocks whose events it has missed.
+    /// The engine's KV events then also report cached blocks that the request uses, so the mirror gets blocks whose earlier events were lost.
     kv_cache_report_mode: &'static str,
 }
 
@@ -110,7 +110,7 @@ impl<'a> SamplingParams<'a> {
         }
     }
 
-    /// Returns the parameters of a request that only computes its prompt. vLLM generates at least one token.
+    /// Returns the parameters of a request that only computes its prompt, and one token, because vLLM generates at least one.
     pub fn prompt_only(sampling: &'a Sampling, prompt_logprobs: Option<u32>) -> Self {
         Self { temperature: 0.0, prompt_logprobs, structured_outputs: None, ..Self::new(sampling, 1) }
     }

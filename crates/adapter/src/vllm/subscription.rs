@@ -79,7 +79,7 @@ pub enum EventLoss {
         got: u64,
     },
     /// The connection was lost, and no replay is available for the batches that were published meanwhile.
-    #[error("the connection for KV events was lost, and the engine does not replay what it sent meanwhile")]
+    #[error("the connection for KV events was lost, and the engine does not replay the events that it has sent since then")]
     Disconnected,
     /// A batch cannot be decoded.
     #[error("a batch of KV events cannot be decoded")]

@@ -1,10 +1,10 @@
-//! The JSON of a chat's message, whole or in chunks.
+//! The JSON of a chat's answer: `message` of a complete answer, `delta` of a chunk.
 
 use schemars::JsonSchema;
 use serde::Serialize;
 use tandem_text::chat::Piece;
 
-/// A part of a message. Like vLLM's, reasoning has two names: the usual one and the one of newer clients.
+/// A part of a message. As in vLLM, reasoning is sent under its older and its newer name.
 #[derive(Default, JsonSchema, Serialize)]
 pub(super) struct ChatDelta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -120,7 +120,7 @@ impl WholeMessage {
         }
     }
 
-    /// Returns the message. Its content is null if it has only tool calls.
+    /// Returns the message; its content is null if it has only tool calls.
     pub(super) fn written(&self) -> ChatMessage<'_> {
         let reasoning = (!self.reasoning.is_empty()).then_some(self.reasoning.as_str());
         ChatMessage {

@@ -187,7 +187,7 @@ impl AnswerFormat for WholeChoices {
             AnswerPart::Started { echo } => self.echo(choices, echo, &[]),
             AnswerPart::PromptLogprobs { tokens, echo } => {
                 self.echo(choices, echo, &echoed(context, &tokens));
-                // Echoed tokens have their logprobs in the choices.
+                // Without `prompt_logprobs`, only the echo has the logprobs of the prompt.
                 if context.prompt_logprobs.is_some() {
                     self.prompt_logprobs[prompt] = Some(tokens);
                 }
@@ -229,7 +229,7 @@ fn choices(context: &AnswerContext, prompt: usize) -> Range<usize> {
     prompt * context.samples..(prompt + 1) * context.samples
 }
 
-/// Returns the logprobs of a prompt's tokens with the alternatives that the repeated prompt has.
+/// Returns the logprobs of an echoed prompt's tokens, with as many alternatives as generated tokens have.
 fn echoed(context: &AnswerContext, tokens: &[TokenLogprobs]) -> Vec<TokenLogprobs> {
     let mut echoed = tokens.to_vec();
     echoed.iter_mut().for_each(|entry| entry.top.truncate(context.logprobs.unwrap_or(0)));

@@ -3,14 +3,14 @@
 use crate::agents::INPUT;
 use serde_json::Value;
 
-/// The longest beginning, with white space, before which the text begins.
+/// The maximum number of bytes before the text, including white space.
 const HEAD_MAX: usize = 256;
 
-/// Reads the text while the arguments arrive. The texts that it returns together do not depend on how the arguments are split.
+/// Reads the text while the arguments arrive. The text is the same however the arguments are split.
 #[derive(Default)]
 pub(super) struct CustomInput {
     state: State,
-    /// What was read before the text begins, or an escape sequence that is not complete.
+    /// The arguments before the text, or an incomplete escape sequence in it.
     held: String,
 }
 
@@ -26,18 +26,18 @@ enum State {
     Other,
 }
 
-/// How far a beginning of the arguments goes.
+/// What the first bytes of the arguments are.
 enum Head {
     /// The text begins after this many bytes.
     Text(usize),
-    /// More is needed.
+    /// The beginning is incomplete.
     Partial,
     /// The arguments have another form.
     Other,
 }
 
 impl CustomInput {
-    /// Returns the part of the text that these further arguments have.
+    /// Returns the text in these further arguments.
     pub(super) fn push(&mut self, arguments: &str) -> String {
         let mut text = String::new();
         let mut rest = arguments;
@@ -61,7 +61,7 @@ impl CustomInput {
             if self.state != State::Text {
                 break;
             }
-            // Half of a pair that no other half follows.
+            // The first half of a surrogate pair, without the second one.
             if self.held.len() == 6 && char != '\\' {
                 text.push(char::REPLACEMENT_CHARACTER);
                 self.held.clear();
@@ -82,13 +82,13 @@ impl CustomInput {
         text
     }
 
-    /// Returns the rest of the text when the arguments are complete.
+    /// Returns the rest of the text. Must be called when the arguments are complete.
     pub(super) fn finish(&mut self) -> String {
         let held = std::mem::take(&mut self.held);
         match self.state {
             State::Text if !held.is_empty() => char::REPLACEMENT_CHARACTER.to_string(),
             State::Text | State::End => String::new(),
-            // The member `input` of an object, or its only one, is meant. All else is the text itself.
+            // The text is the member `input` of an object, or the object's only member. Other arguments are the text themselves.
             State::Head | State::Other => match serde_json::from_str(&held) {
                 Ok(Value::Object(members)) => match (members.get(INPUT), members.values().collect::<Vec<_>>().as_slice()) {
                     (Some(Value::String(text)), _) | (_, [Value::String(text)]) => text.clone(),
@@ -101,7 +101,7 @@ impl CustomInput {
     }
 }
 
-/// Returns how far the beginning goes: `{ "input" : "`; `None`: it has another form.
+/// Compares the beginning of the arguments with `{ "input" : "`. Returns `None` if it differs.
 fn head(held: &str) -> Option<Head> {
     let mut at = held;
     let key = format!("\"{INPUT}\"");
@@ -115,7 +115,7 @@ fn head(held: &str) -> Option<Head> {
     Some(Head::Text(held.len() - at.len()))
 }
 
-/// Returns the text of a complete escape sequence; `None`: more is needed. A sequence that JSON does not have is returned as it is.
+/// Returns the text of an escape sequence; `None` if the sequence is incomplete. A sequence that JSON does not have is returned unchanged.
 fn decoded(sequence: &str) -> Option<String> {
     const UNKNOWN: char = char::REPLACEMENT_CHARACTER;
     let kind = sequence[1..].chars().next()?;
@@ -127,7 +127,7 @@ fn decoded(sequence: &str) -> Option<String> {
     if !(0xD800..0xDC00).contains(&first) {
         return Some(char::from_u32(first).unwrap_or(UNKNOWN).to_string());
     }
-    // The first half of a pair waits for the second one.
+    // The first half of a surrogate pair: the second one is needed.
     let rest = &sequence[6..];
     if rest.is_empty() || rest == "\\" {
         return None;
@@ -138,7 +138,7 @@ fn decoded(sequence: &str) -> Option<String> {
     Some(parsed(sequence).unwrap_or_else(|| format!("{UNKNOWN}{}", decoded(rest).unwrap_or_default())))
 }
 
-/// Returns the code unit that four hexadecimal digits give, `Some(None)` if they are none; `None`: more digits are needed.
+/// Returns the code unit of four hexadecimal digits; `Some(None)` if they are not hexadecimal; `None` if more digits are needed.
 fn unit(digits: &str) -> Option<Option<u32>> {
     let valid = digits.chars().take(4).all(|digit| digit.is_ascii_hexdigit());
     if valid && digits.len() < 4 {
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn input_does_not_depend_on_how_arguments_are_split() {
+    fn input_is_the_same_however_arguments_are_split() {
         for (arguments, expected) in [
             (r#"{"input": "*** Begin Patch\n+\ta \"q\" \\ é\n"}"#, "*** Begin Patch\n+\ta \"q\" \\ é\n"),
             (" {\n \"input\"\t:\n\"a\\u00e9\\ud83d\\ude00b\" } ", "aé😀b"),

@@ -1,4 +1,4 @@
-//! The JSON of chats' and plain completions' answers, whole or in chunks.
+//! The JSON of answers to chats and completions: complete ones and chunks.
 
 use super::{
     FinishReason, TokenLogprobs, Usage,
@@ -12,7 +12,7 @@ use serde_json::Value;
 use tandem_kv::TokenId;
 use tandem_text::ServedModel;
 
-/// A whole answer, or a chunk of a streamed answer.
+/// A complete answer, or a chunk of a streamed one.
 #[derive(JsonSchema, Serialize)]
 pub struct Envelope<'a> {
     pub(super) id: &'a str,
@@ -119,7 +119,7 @@ pub enum ChoiceFormat {
 }
 
 impl ChoiceFormat {
-    /// Returns the field `object` of a whole answer.
+    /// Returns the field `object` of a complete answer.
     pub(super) fn object(self) -> &'static str {
         match self {
             Self::Chat => "chat.completion",
@@ -229,7 +229,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn logprobs_have_the_completions_and_the_chat_format() {
+    fn logprobs_have_the_format_of_their_endpoint() {
         let model = ServedModel::sim("m");
         let tokens = [
             TokenLogprobs { token: 104, logprob: None, top: Vec::new(), text_offset: 0 },

@@ -13,15 +13,15 @@ pub struct AnswerFailure<'a> {
     pub status: u16,
     /// OpenAI's type of the error.
     pub kind: &'static str,
-    /// The text for people.
+    /// The message for people.
     pub message: String,
     /// The field at fault, if the error is of one field.
     pub param: Option<&'a str>,
     /// The code by which programs recognise the error.
     pub code: Option<&'static str>,
-    /// The number of seconds after which the client may retry; `None`: the response does not say it.
+    /// The number of seconds after which the client may retry, if the response says it.
     pub retry_after: Option<u16>,
-    /// The error of the request itself, if it is one.
+    /// The fault of the request; `None` if the request is not at fault.
     pub request: Option<&'a RequestError>,
 }
 
@@ -31,7 +31,7 @@ impl AnswerFailure<'_> {
         json!({ "error": { "message": self.message, "type": self.kind, "param": self.param, "code": self.code } })
     }
 
-    /// Returns the body with the seconds after which the client may try again, for an event of a stream, whose headers are sent before.
+    /// Returns the body for an event of a stream. It has the seconds after which the client may retry, because the headers were sent before.
     pub(super) fn event(&self) -> Value {
         let mut body = self.body();
         if let Some(seconds) = self.retry_after {
@@ -62,12 +62,12 @@ impl AnswerFailure<'_> {
     }
 }
 
-/// Returns Anthropic's text for a request that does not fit into the context. Clients look for it, and send fewer tokens then.
+/// Returns Anthropic's text for a request that does not fit into the context. Clients search for it, and then send fewer tokens.
 fn context_message(error: &RequestError) -> Option<String> {
     let too_long = |tokens: usize, max: u32| format!("prompt is too long: {tokens} tokens > {max} maximum");
     match error {
         RequestError::ContextLength { context_length, prompt_tokens, .. } if prompt_tokens >= context_length => {
-            // The answer has one token at least.
+            // An answer has at least one token.
             Some(too_long(*prompt_tokens as usize + 1, *context_length))
         }
         RequestError::ContextLength { context_length, prompt_tokens, new_tokens, .. } => Some(format!(

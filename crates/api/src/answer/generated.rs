@@ -69,7 +69,7 @@ struct Sampled {
 
 #[derive(JsonSchema, Serialize)]
 struct Alternative {
-    /// vLLM's name of a token in an answer without text.
+    /// The token as vLLM names it in answers without text.
     token: String,
     token_id: TokenId,
     logprob: f32,

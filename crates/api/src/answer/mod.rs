@@ -1,5 +1,5 @@
-//! The formats of answers. A format turns the parts of an answer into bytes, whole or as server-sent events. It neither runs the request nor
-//! sends anything: its caller does.
+//! The formats of answers. A format converts the parts of an answer to a JSON body or to server-sent events. Its caller runs the request
+//! and sends the bytes.
 
 mod chat;
 mod choices;
@@ -209,7 +209,7 @@ pub trait AnswerFormat: Send {
         sse::write_event(out, &failure.event());
     }
 
-    /// Returns what a pause between two events is filled with.
+    /// Returns the bytes that are sent in a long pause between two events.
     fn keep_alive(&self) -> &'static [u8] {
         KEEP_ALIVE
     }

@@ -31,7 +31,7 @@ struct Item {
     content: ItemContent,
     /// The text, the reasoning, or the arguments or input of a call.
     text: String,
-    /// Reads the input of a custom tool from its arguments.
+    /// Reads a custom tool's input from its arguments; `None` for other items.
     input: Option<CustomInput>,
     logprobs: Vec<ChatToken>,
     status: &'static str,
@@ -227,7 +227,7 @@ impl AnswerFormat for ResponseFormat {
 }
 
 impl ItemContent {
-    /// Returns the beginning of the types of the events with which an item of this kind grows.
+    /// Returns the prefix of the event types that add to an item of this kind.
     fn event(&self) -> &'static str {
         match self {
             Self::Reasoning => "response.reasoning_text",
@@ -283,7 +283,7 @@ impl Item {
     }
 }
 
-/// Returns the object `usage`. Nothing is charged for writing to a cache.
+/// Returns the object `usage`. Writing to a cache costs nothing, so it counts as 0 tokens.
 fn usage(usage: &Usage) -> Value {
     json!({
         "input_tokens": usage.prompt_tokens,

@@ -23,7 +23,7 @@ pub(super) fn write_event(out: &mut Vec<u8>, data: &impl Serialize) {
     out.extend_from_slice(b"\n\n");
 }
 
-/// Writes an object, which is all of an answer that is not streamed.
+/// Writes the body of an answer that is not streamed.
 pub(super) fn write_json(out: &mut Vec<u8>, data: &impl Serialize) {
     serde_json::to_writer(out, data).expect("the keys of an answer are strings");
 }

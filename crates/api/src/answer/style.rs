@@ -1,4 +1,4 @@
-//! The kinds of formats of answers.
+//! Selects the format of an answer.
 
 use super::{
     AnswerContext, AnswerFormat,
@@ -14,9 +14,9 @@ use std::collections::BTreeMap;
 
 /// The format in which a request is answered.
 pub enum Style {
-    /// A list of choices.
+    /// OpenAI's list of choices, for chats and completions.
     Choices(ChoiceFormat),
-    /// Token ids. The id is the client's.
+    /// Token ids, and the client's own request id.
     Generated(Option<String>),
     /// OpenAI's Responses API: the fields that repeat the request, and the client's own tools by the names that the model sees.
     Response(Map<String, Value>, BTreeMap<String, Origin>),
@@ -47,7 +47,7 @@ impl Style {
         }
     }
 
-    /// When an answer in this format has the logprobs of a token.
+    /// Returns when the logprobs of a token are sent in this format.
     pub fn logprobs(&self) -> LogprobsWith {
         match self {
             Self::Choices(_) | Self::Response(..) | Self::Message => LogprobsWith::Text,

@@ -127,7 +127,7 @@ fn section(from: &str, to: &str) -> &'static str {
     rest.split_once(&format!("\n## {to}\n")).map_or(rest, |(section, _)| section)
 }
 
-/// Returns all texts of a section that are in backticks.
+/// Returns all code spans of a section.
 fn quoted(section: &str) -> BTreeSet<&str> {
     section.split('`').skip(1).step_by(2).collect()
 }

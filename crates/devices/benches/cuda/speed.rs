@@ -104,7 +104,7 @@ fn prompt(model: &CudaModel, len: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Measures `new` tokens of a prompt whose first `before` tokens have KV, and the time of computing these.
+/// Measures the time of computing `before` tokens of a prompt, and of `new` tokens after them.
 fn cached(model: &CudaModel, before: usize, new: usize) -> Outcome<()> {
     let len = before + new;
     let (mut engine, tokens, blocks) = (engine(model, len)?, tokens(len), blocks(0, len));

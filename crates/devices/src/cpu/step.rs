@@ -73,7 +73,7 @@ impl Step<'_> {
             self.store_kv(&runs, index);
             let next = self.model.layers.get(index + 1);
             if next.is_none() {
-                // The last layer's KV is written. The remaining computation concerns only the rows whose logits are requested.
+                // The last layer's KV is written, so from here on only the rows whose logits are requested are computed.
                 self.keep_logit_rows(chunks, &mut runs);
             }
             self.attend(&runs, index);

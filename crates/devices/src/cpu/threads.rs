@@ -15,8 +15,8 @@ use std::{
 /// A waiting thread checks its condition this many times before it sleeps. The checks take a few microseconds.
 const SPINS: usize = 300;
 
-/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper thread that has not started on a job, so
-/// on a busy machine it does the work of helper threads that the system has not scheduled. ADR 003 compares the pool with rayon.
+/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper thread that has not started on a
+/// job: if the machine is busy and has not scheduled a helper, the caller does its work. ADR 003 compares the pool with rayon.
 pub(super) struct Threads {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,

@@ -94,11 +94,11 @@ pub(super) struct Operands {
 /// What a stream is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// The steps of an engine.
+    /// Executes the steps of an engine.
     Steps,
-    /// Steps whose thread blocks run before those that wait on streams of other purposes.
+    /// Executes steps. Their thread blocks run before those that wait on other streams.
     UrgentSteps,
-    /// Copies. A thread that waits for the stream sleeps, so that it takes no core from the engine's thread.
+    /// Executes copies. A thread that waits for them sleeps, so that it takes no core from the engine's thread.
     Copies,
 }
 

@@ -42,7 +42,7 @@ pub enum CudaError {
     #[error("the GPU driver failed while {doing} ({source}); read the system log, and restart the process")]
     Driver { doing: &'static str, source: Source },
     /// cuBLASLt refused a GEMM. The device cannot be used any more.
-    #[error("cuBLASLt failed to compute a GEMM ({source}); check that its version is that of CUDA 13, and restart the process")]
+    #[error("cuBLASLt failed to compute a GEMM ({source}); check that it belongs to CUDA 13, and restart the process")]
     Gemm { source: Source },
     /// NCCL failed on this rank or on the other one. The communicator cannot be used any more, but the GPU can.
     #[error("NCCL failed while {doing} ({source}); set NCCL_DEBUG=WARN in the environment to see why")]
@@ -67,7 +67,7 @@ pub enum CudaError {
     AllReduce { source: Source },
     /// This engine's share of the free memory is too small for the buffers of a step and at least one KV block.
     #[error(
-        "a step and its KV blocks need {needed_bytes} bytes of GPU memory, and {free_bytes} are free for this worker; use fewer workers, a smaller --prefill-chunk-budget or --kv-capacity-tokens, or a smaller model"
+        "a step and its KV blocks need {needed_bytes} bytes of GPU memory, but {free_bytes} are free for this worker; use fewer workers, a smaller --prefill-chunk-budget or --kv-capacity-tokens, or a smaller model"
     )]
     Memory { free_bytes: usize, needed_bytes: usize },
     /// The file is not a model that can be run.

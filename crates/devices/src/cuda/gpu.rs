@@ -362,7 +362,7 @@ impl Device for Gpu {
                     let left = gemms.len() - i;
                     tracing::info!(
                         left,
-                        "the time limit for timing GEMMs is reached; cuBLASLt's own choices are used for the others"
+                        "the time limit for timing GEMMs is reached; cuBLASLt's own choices are used for the remaining ones"
                     );
                     break;
                 }

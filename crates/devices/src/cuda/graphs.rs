@@ -36,7 +36,7 @@ pub(super) struct Bucket {
 pub(super) struct Graphs<D: Device> {
     rows_max: usize,
     partitions_max: usize,
-    /// The addresses that the cached graphs contain: that of the uploaded lists and that of the results.
+    /// The addresses of the uploaded lists and of the results, which the cached graphs contain.
     addresses: [u64; 2],
     entries: HashMap<Bucket, Entry<D>>,
     /// The number of steps so far. `Entry::used` counts in these steps.
@@ -45,7 +45,7 @@ pub(super) struct Graphs<D: Device> {
     refused: u64,
     /// The number of captures that have failed since the last successful one.
     refused_in_a_row: u32,
-    /// Before this step nothing is captured. Buckets that have no graph yet are launched kernel by kernel.
+    /// No graph is captured before this step. Until then, buckets without a graph are launched kernel by kernel.
     capture_from: u64,
 }
 
@@ -99,8 +99,8 @@ impl<D: Device> Graphs<D> {
 
     /// Executes the step that `work` launches. The caller must have padded the step to the size `bucket`. The step reads its lists and
     /// writes its results at `addresses`. A bucket's first step is launched directly. The second one is captured, and its graph is replayed
-    /// from then on. If a capture fails, `work` is called a second time. Its result must then be right as well. The next capture is tried
-    /// some steps later, because the reason may pass, such as a lack of memory.
+    /// from then on. If a capture fails, `work` is called again, and must give the right result. The next capture is tried some steps
+    /// later, because the reason, such as a lack of memory, may be temporary.
     pub fn run(
         &mut self,
         device: &D,
@@ -135,7 +135,7 @@ impl<D: Device> Graphs<D> {
             // If the capture failed because the device is lost, `work` fails as well and returns that error.
             Err(error) => {
                 let pause = PAUSE_MIN << self.refused_in_a_row.min(PAUSE_DOUBLINGS);
-                tracing::warn!(%error, steps = pause, "cannot capture a CUDA graph; such decode steps are launched kernel by kernel, which is slower for small batches, and the next capture is tried after this many steps");
+                tracing::warn!(%error, steps = pause, "cannot capture a CUDA graph; decode steps without a graph are launched kernel by kernel, which is slower for small batches; the next capture is tried after this many steps");
                 self.refused += 1;
                 self.refused_in_a_row += 1;
                 self.capture_from = used + pause;

@@ -67,7 +67,7 @@ impl<D: Device> Loader<'_, D> {
         }
     }
 
-    /// Returns a norm or a bias. They are drawn as ones.
+    /// Returns a norm or a bias. If the weights are random, all of its numbers are 1.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
         match &self.pattern {
             None => vector(self.file, name, len),

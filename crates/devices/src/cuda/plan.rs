@@ -9,8 +9,8 @@ const PARTITION_POSITIONS_MIN: usize = 256;
 const NO_SLOT: u32 = u32::MAX;
 /// The most rows of a padded decode step.
 const DECODE_ROWS_MAX: usize = 256;
-/// The number of `attend_token` thread blocks per multiprocessor at which partitions aim. A multiprocessor runs two of them at a time; with
-/// more in its queue, few multiprocessors are idle at the end of a launch.
+/// The intended number of `attend_token` thread blocks per multiprocessor. A multiprocessor runs two of them at a time; with more in its
+/// queue, few multiprocessors are idle at the end of a launch.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
 /// If several thread blocks of `attend_prompt` split the KV of one tile, each of them reads at least this many positions.
@@ -269,7 +269,7 @@ mod tests {
             let batch = batch_of(chunks, 132);
             assert_eq!(batch.single_tokens, chunks.iter().filter(|(len, _)| *len == 1).count());
             let shared: Vec<_> = batch.tiles.iter().filter(|tile| tile[7] > 0).collect();
-            // As the kernel computes them.
+            // The kernel computes the number of parts in the same way.
             let parts_of = |tile: &[u32; 8]| (tile[2] + tile[1]).div_ceil(tile[7]);
             let partitions = shared.iter().filter(|tile| tile[4] == 0).map(|tile| tile[1] * parts_of(tile)).sum::<u32>() as usize;
             assert!(partitions <= prompt_partitions_max(&SHAPE, 132));

@@ -129,8 +129,8 @@ impl<D: Device> KvMemory for Pool<D> {
         let Shards { number, block_bytes, blocks, .. } = *self.0;
         let shards = self.0.shards.iter().map(|shard| shard.device.export(shard.kv.address()));
         let shards = shards.collect::<Result<_, _>>().map_err(failed)?;
-        // Memory that other processes may have mapped must not be freed before they have unmapped it, which this process does not know. So it
-        // is freed only with the process.
+        // Memory must not be freed while other processes have it mapped. This process does not know when they unmap it, so the memory is
+        // freed only when the process ends.
         self.0.shards.iter().for_each(|shard| std::mem::forget(Arc::clone(&shard.kv)));
         Ok(Handle { host: host(), process: process(), block_bytes: block_bytes as u64, blocks, number, shards }.to_bytes())
     }

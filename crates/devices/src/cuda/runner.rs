@@ -76,8 +76,8 @@ impl<D: Device> Runner<D> {
         Ok(Self { communicators, graphs, ranks, limits, sizes, models })
     }
 
-    /// Records the graphs of all decode steps without logprobs and masks, so that no request waits for that. The steps for it consist of padding,
-    /// so they change no KV.
+    /// Records the graphs of all decode steps without logprobs and masks, so that no request waits for that. The recorded steps consist of
+    /// padding, so they change no KV.
     pub fn with_recorded_graphs(mut self) -> Result<Self, CudaError> {
         let (shape, multiprocessors) = (*self.shape(), self.ranks[0].device.multiprocessors());
         let most_partitions = |rows| partitions_max(rows, &shape, multiprocessors);
@@ -241,7 +241,7 @@ impl<D: Device> Rank<D> {
         Ok(Self { device, buffers, inputs, kv })
     }
 
-    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to, and those of full prompt steps.
+    /// Plans the GEMMs of full prompt steps, and of decode steps with every padded number of rows.
     fn prepare(&self, model: &Model<D>, rows_max: usize, prompt_rows: usize) -> Result<(), CudaError> {
         let mut all_rows: Vec<usize> = (1..=rows_max).map(|rows| padded_rows(rows).min(rows_max)).collect();
         all_rows.dedup();
@@ -318,7 +318,7 @@ impl<D: Device> Engine for Runner<D> {
             |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_stream(Purpose::Copies)?), kv: Arc::clone(&rank.kv) });
         let shards: Result<_, CudaError> = self.ranks.iter().map(shard).collect();
         let shards = shards
-            .inspect_err(|error| tracing::warn!(%error, "device-to-device KV transfer unavailable, staging through host memory"))
+            .inspect_err(|error| tracing::warn!(%error, "KV cannot be copied from GPU to GPU; it takes the slower path through host memory"))
             .ok()?;
         Some(Arc::new(Pool::new(shards, self.shape().block_bytes(), self.sizes.capacity_blocks)))
     }

@@ -29,14 +29,14 @@ pub(super) struct SampleInputs {
     /// The rows with a constraint. Their masks come first in `words`, but with all bits 0: they may still be computed, and are uploaded
     /// shortly before the tokens are sampled.
     pub constrained: Vec<usize>,
-    /// The offset of `words`, counted in words from where offsets of adjustments count.
+    /// The offset of `words` in words, from the same address as the offsets of adjustments.
     pub words_from: usize,
     /// The number of alternatives that each row requests; `None` if the row does not even request the sampled token's logprob.
     pub tops: Vec<Option<u32>>,
 }
 
 impl SampleInputs {
-    /// Encodes requests in the order of the rows. `first` is the offset of the first adjustment, as a number of adjustments. The words follow
+    /// Encodes requests in the order of the rows. `first` is the offset of the first adjustment, counted in adjustments. The words follow
     /// the adjustments.
     pub fn new(requests: &[SampleRequest<'_>], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();

@@ -11,7 +11,7 @@ use std::{ops::Range, sync::Arc};
 use tandem_model::{ModelFile, TensorType};
 
 /// Returns the 16-bit type in which a model is computed. It is the type of the model's weights if that has 16 bits, otherwise bfloat16,
-/// whose range is that of 32-bit floats.
+/// because it has the range of 32-bit floats.
 pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
     let kind = file.tensor("blk.0.attn_q.weight")?.kind;
     Ok(if kind == TensorType::F16 { Half::Float16 } else { Half::BFloat16 })
@@ -26,7 +26,7 @@ pub(super) enum Origin {
     Drawn,
 }
 
-/// The bytes of random numbers that are copied to the device; drawn matrices repeat them.
+/// The number of bytes of random numbers that are copied to the device. Random matrices repeat them.
 const DRAWN_BYTES: usize = 4 << 20;
 
 /// Returns random weights with a mean of 0 and a deviation of about 0.02, from which `fill` makes matrices of any size.
@@ -105,7 +105,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
         Half::Float16 => 0x7c00,
         Half::BFloat16 => 0x7f80,
     };
-    // All numbers are looked at even after one that is not finite, so that the compiler can vectorise the loop.
+    // The loop does not stop at a number that is not finite, so that the compiler can vectorise it.
     let infinite =
         into[first..].as_chunks::<2>().0.iter().fold(false, |any, bits| any | (u16::from_le_bytes(*bits) & exponent == exponent));
     match (infinite, as_it_is) {

@@ -105,7 +105,7 @@ impl Rates {
         self.prompt_share
     }
 
-    /// Records that a step with prompts continued `sequences` sequences, and that it could compute `tokens` prompt tokens.
+    /// Records the share of a step that continued `sequences` sequences and had capacity for `tokens` prompt tokens.
     pub fn record_share(&mut self, tokens: usize, sequences: usize) {
         let Some(share) = self.share_of(tokens, sequences) else { return };
         let before = if self.prompt_share > 0.0 { self.prompt_share } else { share };
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn short_steps_for_cached_documents_keep_the_fixed_time_and_follow_a_slower_device() {
+    fn fixed_time_of_steps_is_measured_although_all_steps_are_short() {
         let mut rates = after(&[(512, 0), (512, 0), (512, 0), (92, 0)].repeat(10));
         // Each document is cached except for 92 tokens. With the fixed time, their step takes almost twice as long as 92 tokens of a long step.
         for _ in 0..1_000 {

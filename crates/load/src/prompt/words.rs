@@ -29,7 +29,7 @@ pub enum WordsError<E: Error + 'static> {
     CountTokens(#[from] E),
     /// The tokenizer joins even single letters in ways that depend on their neighbours.
     #[error(
-        "no texts of exact length can be made for this tokenizer, because it joins words and letters that follow each other; send token ids with \
+        "no prompts of an exact length can be made for this tokenizer, because it joins consecutive words and letters; send token ids with \
          --prompt ids"
     )]
     None,

@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short_and_have_separators() {
+    fn numbers_are_rounded_and_have_thousands_separators() {
         for (number, text) in [(0, "0"), (999, "999"), (1_000, "1,000"), (1_234_567, "1,234,567"), (100_000, "100,000")] {
             assert_eq!(whole(number), text);
         }

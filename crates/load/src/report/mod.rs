@@ -130,11 +130,11 @@ pub struct Goodput {
 /// The tokens of all complete answers and their prompts.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Tokens {
-    /// The prompt tokens.
+    /// The number of prompt tokens.
     pub prompt: u64,
     /// The prompt tokens per second.
     pub prompt_per_second: f64,
-    /// The generated tokens.
+    /// The number of generated tokens.
     pub output: u64,
     /// The generated tokens per second.
     pub output_per_second: f64,

@@ -55,7 +55,7 @@ pub struct Gap {
     pub count: u32,
 }
 
-/// The number of a prompt's cached tokens, and how it is known.
+/// The number of a prompt's cached tokens, and its source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CachedCount {
     /// The server marks the number as counted by the worker that computed the prompt.
@@ -64,7 +64,7 @@ pub enum CachedCount {
     Estimated(u64),
     /// The server reports a number without such a mark.
     Unmarked(u64),
-    /// The server reports no number.
+    /// The server does not report cached tokens.
     #[default]
     Unknown,
 }

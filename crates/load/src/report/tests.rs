@@ -112,7 +112,7 @@ fn unexpected_prompt_and_answer_lengths_are_counted() {
 }
 
 #[test]
-fn text_names_times_tokens_errors_and_goodput() {
+fn text_report_shows_times_tokens_errors_and_goodput() {
     let text = text(&report());
     for expected in [
         "run <1>",

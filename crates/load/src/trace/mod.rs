@@ -150,7 +150,7 @@ pub enum Problem {
     #[error("`timestamp` must be a number of milliseconds that is not negative")]
     Time,
     /// The row's time is earlier than that of the previous row.
-    #[error("the row's `timestamp` is before that of the row before it; sort the rows by time")]
+    #[error("the row's `timestamp` is earlier than the previous row's; sort the rows by time")]
     Order,
     /// Only some rows have times.
     #[error("some rows have a `timestamp` and some have none")]

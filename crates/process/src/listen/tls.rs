@@ -40,7 +40,7 @@ struct File {
 pub enum TlsFilesError {
     #[error("{} cannot be read", .path.display())]
     Unreadable { path: PathBuf, source: io::Error },
-    #[error("{} has no certificate in PEM format; give the chain of certificates, that of the server first", .path.display())]
+    #[error("{} has no certificate in PEM format; give the certificate chain, with the server's certificate first", .path.display())]
     NoCertificate { path: PathBuf },
     #[error("{} is not in PEM format", .path.display())]
     Pem { path: PathBuf, source: PemError },

@@ -59,7 +59,7 @@ fn members_agree_on_the_identity_of_each_model_but_models_may_differ() {
 }
 
 #[test]
-fn router_with_a_named_model_excludes_workers_of_other_models() {
+fn router_with_a_served_model_name_excludes_workers_of_other_models() {
     let identity = Identity { model: "a".to_owned(), ..RouterSettings::default().identity };
     let mut scenario = Scenario::new(RouterSettings { identity, ..settings(PrefillPlace::Auto) });
     let refused = scenario.join(serving("b", DECODE, "b0")).expect_err("the worker serves another model").to_string();
@@ -221,7 +221,7 @@ fn worker_that_uses_a_model_name_for_another_base_model_or_lora_cannot_join() {
 }
 
 #[test]
-fn router_with_a_named_model_excludes_requests_for_its_loras() {
+fn router_with_a_served_model_name_serves_no_loras() {
     let identity = Identity { model: "a".to_owned(), ..RouterSettings::default().identity };
     let mut scenario = Scenario::new(RouterSettings { identity, ..settings(PrefillPlace::Auto) });
     scenario.join(with_loras(&["x"], serving("a", DECODE, "a0"))).expect("the worker serves the model");

@@ -45,7 +45,7 @@ pub(super) enum SocketError {
     TimedOut,
     #[error("the engine has closed the connection")]
     Closed,
-    #[error("the peer does not speak ZMTP 3 without encryption; check that the port is that of vLLM's KV events")]
+    #[error("the peer does not support ZMTP 3 without encryption; check that vLLM publishes its KV events at this port")]
     Greeting,
     #[error("the engine announced a message of more than {MESSAGE_MAX} bytes, which is the limit")]
     TooLong,

@@ -91,7 +91,7 @@ fn small_models_give_the_reference_logits() {
 /// Writes the model files that `make_small.py` reads. That script documents the procedure.
 #[test]
 #[ignore = "writes files for ci/goldens/make_small.py"]
-fn small_models_are_written_for_the_reference_script() {
+fn models_for_the_reference_script_are_written() {
     let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS must name a folder");
     for (name, writer) in models() {
         let file = writer.finish();

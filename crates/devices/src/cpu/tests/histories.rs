@@ -118,7 +118,7 @@ const SETTINGS: EngineSettings = EngineSettings {
 /// requests are cached, computed in chunks of any budget and in batches of any composition, preempted for lack of blocks, and run on any
 /// number of threads.
 #[test]
-fn requests_in_any_history_give_the_same_bits_as_single_requests() {
+fn request_gives_the_same_bits_alone_and_among_any_other_requests() {
     let (preemptions, cached_tokens) = (Cell::new(0), Cell::new(0));
     let models: Vec<_> = [QUANTISED, BLOCKS, QWEN3].map(|sizes| (model(sizes), sizes.vocab)).into();
     let mut runner = TestRunner::new(ProptestConfig { cases: 256, ..ProptestConfig::default() });

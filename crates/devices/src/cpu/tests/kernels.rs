@@ -8,7 +8,7 @@ use crate::cpu::{
 use proptest::prelude::*;
 use tandem_model::{Pairs, Rope};
 
-/// Returns random numbers of all magnitudes, and zeros of both signs.
+/// Returns random numbers of all magnitudes, including 0 and −0.
 fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     let number = |random: &mut Random| match random.below(8) {
         0 => 0.0,

@@ -152,8 +152,8 @@ fn no_kernel_uses_local_memory_on_any_architecture() {
             if attends && (count(&["HMMA"]) == 0 || count(&["LDSM"]) == 0 || count(&["LDGSTS"]) == 0) {
                 wrong.push(format!("{} on {} lacks HMMA, LDSM or LDGSTS", kernel.name(), processor.architecture));
             }
-            // The last thread block of a token reads what others have written: between its counter and the loads, the L1 cache is invalidated.
-            // The emulation has no caches, so it cannot show that.
+            // The last thread block of a token reads what others have written, so it must invalidate the L1 cache after it has incremented
+            // the counter. The emulation has no caches, so it cannot show that.
             if attends && (count(&["MEMBAR"]) < 2 || count(&["CCTL"]) < 2 || count(&["ATOMG"]) != 1) {
                 wrong.push(format!("{} on {} lacks a fence or the counter", kernel.name(), processor.architecture));
             }
@@ -170,7 +170,7 @@ fn no_kernel_uses_local_memory_on_any_architecture() {
 }
 
 #[test]
-fn listings_of_the_tools_are_read() {
+fn listings_of_cuobjdump_and_nvdisasm_are_parsed() {
     let usage = "Fatbin elf code:\nResource usage:\n Common:\n  GLOBAL:0\n Function embed:\n  REG:16 STACK:8 SHARED:64 LOCAL:0 CONSTANT[0]:32\n";
     let embed = &resources(usage)["embed"];
     assert_eq!((embed["REG"], embed["STACK"], embed["SHARED"], embed["LOCAL"]), (16, 8, 64, 0));

@@ -88,7 +88,7 @@ struct Allocation {
 
 std::mutex state;
 std::map<u64, Allocation> allocations, imports;
-/// By address. A thread that drains all streams shares their ownership, because another thread may destroy one meanwhile.
+/// Streams by address. A thread that drains all streams shares their ownership, because another thread may destroy one meanwhile.
 std::map<void *, std::shared_ptr<Stream>> streams;
 int contexts = 0;
 std::map<std::string, long> live;
@@ -437,7 +437,7 @@ API int nvrtcCompileProgram(void *program, int count, const char *const *options
         if (option.rfind("-D", 0) == 0) definitions += " " + option;
     }
     own->code = std::string(built) + "/kernels-" + std::to_string(std::hash<std::string>{}(definitions)) + ".so";
-    // The folder belongs to one run, so its files are of these sources.
+    // The folder belongs to one run, so its files were built from these sources.
     if (access(own->code.c_str(), R_OK) == 0) return 0;
     const std::string part = own->code + "." + std::to_string(getpid());
     const std::string command = "g++ -std=c++17 -O2 -Wno-unknown-pragmas -U_FORTIFY_SOURCE -shared -fPIC" + definitions + " -o '" + part + "' '" +

@@ -21,8 +21,8 @@ const ALL_MAX_MS: f32 = 100.0;
 const LATE_MAX: Duration = Duration::from_secs(60);
 /// The fraction by which an algorithm must be faster than one that cuBLASLt ranks higher. Smaller differences are noise.
 const MARGIN: f32 = 0.02;
-/// The number of bytes that are overwritten before each run, and at least the number of bytes of weights that a run reads if the model has
-/// them: more than a GPU's L2 cache has, because in a step all weights are read from memory.
+/// The number of bytes that are overwritten before each run, more than a GPU's L2 cache holds: in a step, too, weights come from memory. A
+/// run also reads at least as many bytes of weights if the model has them.
 const FLUSHED_BYTES: usize = 128 << 20;
 
 /// Whether GEMMs of this many rows are timed when an engine is created. Timing takes as long as about thirty uses, so only frequent shapes

@@ -88,7 +88,7 @@ constexpr int HEADS_A_BLOCK = STORE_THREADS / HEAD_THREADS;
 struct Pairs {
     float first[4], second[4];
 
-    /// Sets the elements to those of thread `four` of a head. The elements are in two runs of four, or adjacent.
+    /// Loads the elements of thread `four` of a head, which are two runs of four, or adjacent.
     DEVICE_MEMBER void load(const half_t *head, int four) {
         if (PAIRS_ADJACENT) {
             const Eight eight = reinterpret_cast<const Eight *>(head)[four];

@@ -54,7 +54,7 @@ struct Best {
 
 DEVICE Best better(Best a, Best b) { return b.value > a.value || (b.value == a.value && b.token < a.token) ? b : a; }
 
-/// The number of bits of a weight by which a pass over the row distinguishes.
+/// The number of bits of a weight that one pass over the row examines.
 constexpr int DIGIT_BITS = 10;
 constexpr u32 DIGITS = 1 << DIGIT_BITS;
 /// Weights are at most 1, whose bits are less than 2^30.
@@ -90,7 +90,7 @@ struct Row {
     /// Calls `visit(token, number)` for the thread's share of the row.
     template <class Visit> DEVICE_MEMBER void each(Visit visit) const {
         const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, end_of_warp = end(warp);
-        // If rows are aligned to 16 bytes, a thread loads four neighbours at a time; otherwise, neighbouring threads load neighbours.
+        // If rows are aligned to 16 bytes, a thread loads four consecutive numbers at a time; otherwise, consecutive threads load one each.
         const bool aligned = len % 4 == 0;
         const u32 distance = aligned ? 1 : 32;
         for (u32 first = begin(warp) + (aligned ? 4 * lane : lane); first < end_of_warp; first += 128 * LOADED) {
@@ -209,8 +209,8 @@ struct Candidates {
         return weight > 0 && (bits > least || (bits == least && token <= last));
     }
 
-    /// Keeps the heaviest candidates: as few of them as are needed so that their measures sum to `target(total)` or more. If that is 0, keeps
-    /// all. No target is larger than the total.
+    /// Keeps the heaviest candidates: as few of them as are needed so that their measures sum to `target(total)` or more. If the target is
+    /// 0, keeps all. The target is at most the total.
     template <class Target, class Measure> DEVICE_MEMBER void narrow_to(const Row &row, Target target, Measure measure) {
         const Candidates all = *this;
         SampleShared &shared = *row.shared;

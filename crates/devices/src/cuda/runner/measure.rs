@@ -27,7 +27,7 @@ pub enum TimingCase {
     Ceilings {
         /// Rows and columns of the matrices.
         width: usize,
-        /// Bytes that are copied; twice as many are read and written.
+        /// Bytes that are copied: each is read and written once.
         copy_bytes: usize,
     },
     /// The kernels of a step that computes `new` tokens of one sequence after `before` others.

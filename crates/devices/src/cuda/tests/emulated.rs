@@ -356,7 +356,7 @@ impl Device for Emulated {
         Ok(())
     }
 
-    /// Checks and remembers the GEMMs; does not time them.
+    /// Checks and records the GEMMs; does not time them.
     fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
             for operands in operands {

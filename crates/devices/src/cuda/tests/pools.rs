@@ -96,7 +96,7 @@ fn handle_of_another_host_or_layout_is_refused() {
 }
 
 #[test]
-fn nccl_moves_blocks_and_discards_unwanted_blocks() {
+fn nccl_transfers_wanted_blocks_and_discards_others() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());

@@ -177,7 +177,7 @@ fn constrained_rows_sample_the_same_tokens_as_the_host() {
 }
 
 #[test]
-fn rows_of_nans_give_no_token_and_other_non_finite_logits_do() {
+fn row_of_nans_gives_no_token_but_row_with_infinities_does() {
     let odd = [
         vec![f32::NEG_INFINITY; 40],
         vec![f32::NAN; 40],

@@ -3,8 +3,8 @@
 use super::*;
 
 impl World {
-    /// Checks that a step whose budget is not spent leaves out only prompts that are outranked by one of the step's requests without a first token,
-    /// and that there are not too many such steps.
+    /// Checks that few steps leave budget unused, and that a prompt which such a step leaves out is outranked by a request in the step that
+    /// awaits its first token.
     pub(super) fn check_left_out(&mut self, plan: &Plan) {
         let Machine { running, settings, .. } = &self.machine;
         let decodes = plan.chunks.iter().filter(|chunk| running[chunk.sequence].is_decoding()).count();

@@ -172,7 +172,7 @@ fn work_and_memory_of_a_rendering_are_bounded() {
     }
 }
 
-/// The longest sources whose syntax trees or values are as deep as possible.
+/// Each source has the maximum length, and the deepest syntax tree or value that this length permits.
 #[test]
 fn stack_is_enough_for_the_deepest_source() {
     let longest = |begin: &str, body: &str, end: &str| {
