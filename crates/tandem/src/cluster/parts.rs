@@ -306,7 +306,7 @@ impl WorkerPlan {
 pub(super) async fn description(own: Channel) -> WorkerInfo {
     let mut control = ControlClient::new(own);
     loop {
-        if let Ok(info) = control.describe(DescribeRequest {}).await {
+        if let Ok(info) = control.describe(DescribeRequest::default()).await {
             return info.into_inner();
         }
         sleep(DESCRIBE_PAUSE).await;

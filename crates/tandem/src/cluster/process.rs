@@ -284,7 +284,7 @@ async fn can_place(channel: Channel) -> Result<(), String> {
 
 /// The readiness check of a worker: it succeeds if the worker answers. The router decides whether requests are placed on the worker.
 async fn answers(channel: Channel) -> Result<(), String> {
-    ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
+    ControlClient::new(channel).describe(DescribeRequest::default()).await.map(drop).map_err(|status| status.message().to_owned())
 }
 
 /// Returns the first 32 characters of the host's name, with `-` in place of characters that are no ASCII letters or digits.
