@@ -151,7 +151,7 @@ impl ApiError {
                 DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),
                 DispatchError::Timeout { .. } => server(StatusCode::GATEWAY_TIMEOUT, "first_token_timeout"),
                 DispatchError::Lost { .. } => unavailable("worker_lost"),
-                DispatchError::EndsWorkers => failed("request_ends_workers"),
+                DispatchError::EndsWorkers { .. } => failed("request_ends_workers"),
                 DispatchError::Stopped => unavailable("draining"),
             },
         }
@@ -188,7 +188,7 @@ struct Parts<'a> {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let parts = self.parts();
-        let is_final = matches!(self, Self::Dispatch(DispatchError::EndsWorkers))
+        let is_final = matches!(self, Self::Dispatch(DispatchError::EndsWorkers { .. }))
             || (parts.status == StatusCode::TOO_MANY_REQUESTS && parts.retry_after.is_none());
         let mut response = (parts.status, Json(self.failure().body())).into_response();
         let headers = response.headers_mut();
