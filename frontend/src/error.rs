@@ -76,6 +76,8 @@ pub(crate) enum ApiError {
     AdminExplains,
     #[error("Too many connections are open; try again shortly, or reuse an open connection.")]
     Connections,
+    #[error("This server is starting{}{step}; try again shortly.", if .step.is_empty() { "" } else { ": " })]
+    Starting { step: String },
     #[error("Too many requests are running; try again shortly.")]
     Overloaded,
     #[error(
@@ -134,6 +136,7 @@ impl ApiError {
             Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
             Self::Origin => client(StatusCode::FORBIDDEN, None, Some("foreign_origin")),
             Self::Connections => unavailable("too_many_connections"),
+            Self::Starting { .. } => unavailable("starting"),
             Self::Overloaded => unavailable("overloaded"),
             Self::TooManySequences { .. } => bad(Some("n"), Some("too_many_sequences")),
             Self::ClientLimit { .. } => limited(Some(1)),

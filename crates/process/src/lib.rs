@@ -13,6 +13,7 @@ pub mod metrics;
 pub mod retry;
 mod secret;
 mod shutdown;
+pub mod starting;
 pub mod telemetry;
 pub mod trace;
 pub mod watched_file;

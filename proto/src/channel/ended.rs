@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn status_is_told_without_debug_output() {
+    fn status_text_has_no_debug_output() {
         #[derive(Debug, thiserror::Error)]
         #[error("transport error")]
         struct Outer(#[source] std::io::Error);
