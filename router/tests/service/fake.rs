@@ -119,13 +119,13 @@ impl FakeWorker {
             block_bytes: 1_000,
             ..Default::default()
         };
-        let (info, (watches, received), (snapshots, asked), (refusals, told)) =
+        let (info, (watches, received), (snapshots, asked), (refusals, refused)) =
             (Arc::new(Mutex::new(info)), unbounded_channel(), unbounded_channel(), unbounded_channel());
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let address = listener.local_addr().expect("the listener is bound").to_string();
         let service = ControlServer::new(Service { info: info.clone(), watches, snapshots, refusals });
         tokio::spawn(channel::server().add_service(service).serve_with_incoming(channel::incoming(listener)));
-        Self { address, info, watches: received, snapshots: asked, refusals: told }
+        Self { address, info, watches: received, snapshots: asked, refusals: refused }
     }
 
     pub fn describe_as(&self, change: impl FnOnce(&mut WorkerInfo)) {

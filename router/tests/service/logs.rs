@@ -34,7 +34,7 @@ async fn lost_worker_is_a_warning_and_a_drain_is_information() {
         router.until_left("d").await;
         decode.watched().await;
         let text = std::fs::read_to_string(file.path()).expect("the file exists");
-        let lines: Vec<&str> = text.lines().filter(|line| line.contains(" worker ") && !line.contains("joined")).collect();
+        let lines: Vec<&str> = text.lines().filter(|line| line.contains(&decode.address) && !line.contains("joined")).collect();
         let [line] = lines[..] else { panic!("one line is expected: {text}") };
         assert!(line.contains(level) && line.contains(words) && line.contains("worker_id=\"d\""), "{line}");
     }
@@ -58,6 +58,6 @@ async fn readiness_and_the_worker_itself_say_why_it_must_not_join() {
     let found = view.unavailable_reason.expect("no decode worker has joined");
     assert!(found.starts_with("no decode worker has joined") && found.contains("block size"), "{found}");
     assert!(found.ends_with("(1 more have not joined)"), "the refused worker comes first: {found}");
-    let told = decode.refused().await;
-    assert!(told.contains("block size"), "{told}");
+    let reason = decode.refused().await;
+    assert!(reason.contains("block size"), "{reason}");
 }
