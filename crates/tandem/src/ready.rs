@@ -3,9 +3,9 @@
 use crate::{
     http::HttpReply,
     run::print_error,
-    server::{HttpServer, ServerArgs, wrong_kind},
+    server::{HttpServer, ServerArgs, kind, wrong_kind},
 };
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Result, anyhow, ensure};
 use std::{thread::sleep, time::Duration};
 
 const WANTED: &str = "`tandem ready` asks a frontend, or the --admin-listen port of another process";
@@ -32,18 +32,19 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
     let server = args.server.open(None)?;
     let mut printed = String::new();
     loop {
-        let reply = answer(&server)?;
-        match (reply.status, args.wait) {
-            (200, _) => return Ok(()),
-            (_, false) => bail!("not ready: {}", reply.body.trim()),
-            (_, true) => {
-                if printed != reply.body {
-                    print_error(&format!("not ready: {}", reply.body.trim()));
-                    printed = reply.body;
-                }
-                sleep(WAIT_INTERVAL);
-            }
+        let reason = match answer(&server) {
+            Ok(HttpReply { status: 200, .. }) => return Ok(()),
+            Ok(reply) => format!("not ready: {}", reply.body.trim()),
+            // The process has not opened its port yet.
+            Err(error) if args.wait && kind(&server.address).is_none() => error.to_string(),
+            Err(error) => return Err(error),
+        };
+        ensure!(args.wait, "{reason}");
+        if printed != reason {
+            print_error(&reason);
+            printed = reason;
         }
+        sleep(WAIT_INTERVAL);
     }
 }
 
