@@ -185,7 +185,7 @@ struct Cost {
 async fn measure(url: String, worker: SocketAddr, relay: SocketAddr) -> Result<()> {
     let connect = async |address: SocketAddr| anyhow::Ok(Network::default().connect(&endpoint(&address.to_string())?).await?);
     let channel = connect(worker).await?;
-    let instance_id = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await?.into_inner().instance_id;
+    let instance_id = ControlClient::new(channel.clone()).describe(DescribeRequest::default()).await?.into_inner().instance_id;
     let client =
         |channel, threads, instance_id| Client { channel, threads, instance_id, http: reqwest::Client::new(), url: url.clone() };
     let relay = client(connect(relay).await?, RELAY_THREADS, String::new());

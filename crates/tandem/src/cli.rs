@@ -18,7 +18,8 @@ use crate::{
     cert::CertArgs,
     explain::ExplainArgs,
     key::KeyCommand,
-    server::{ServerAddress, ServerArgs},
+    ready::ReadyArgs,
+    server::ServerAddress,
     settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
 };
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -112,7 +113,7 @@ pub enum Command {
     Top(TopArgs),
 
     /// Health check of a frontend, or of another process at its --admin-listen: exit with 0 if it is ready, else with 1
-    Ready(ServerArgs),
+    Ready(ReadyArgs),
 
     /// Print a script that completes commands and flags in a shell, such as `source <(tandem completions bash)`
     Completions {
@@ -159,7 +160,7 @@ pub enum AuditCommand {
         /// Processes whose /metrics are read now: frontends, and other processes at their --admin-listen. Each is a port of this machine, host:port, or a URL
         #[arg(value_name = "SERVER")]
         servers: Vec<ServerAddress>,
-        /// Files with the usage that clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1,
+        /// Files with the usage that clients received, one JSON object a line: {"request_id": the x-request-id of the response, "usage": {"prompts": 1,
         /// "prompt_tokens": 52, "cached_tokens": 48, "source": "worker"}}. Leave out fields that a client did not receive
         #[arg(long, value_name = "FILE", required = true)]
         client: Vec<PathBuf>,

@@ -35,6 +35,8 @@ pub(super) struct Incoming {
     pub(super) app: Arc<App>,
     /// The request id, which this server generates.
     pub(super) id: String,
+    /// The id that the client gave to the request.
+    pub(super) client_request_id: Option<Arc<str>>,
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
@@ -211,6 +213,7 @@ impl Incoming {
         let max_tokens = options.sampling.max_tokens.unwrap_or(rest_of_context);
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),
+            client_request_id: self.client_request_id.clone(),
             traceparent: self.traceparent.clone(),
             span: self.admitted.span.clone(),
             account: self.header_options.account.clone(),

@@ -44,7 +44,7 @@ async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(
         ("Explain", router.explain(ExplainRequest::default()).await.err()),
         ("Workers", router.workers(WorkersRequest {}).await.err()),
         ("Bookings", router.bookings(BookingsRequest::default()).await.err()),
-        ("Describe", control.describe(DescribeRequest {}).await.err()),
+        ("Describe", control.describe(DescribeRequest::default()).await.err()),
         ("Watch", control.watch(WatchRequest::default()).await.err()),
         ("Snapshot", control.snapshot(SnapshotRequest::default()).await.err()),
         ("Prefill", prefills.prefill(empty::<PrefillRequest>()).await.err()),

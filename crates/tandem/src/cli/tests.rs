@@ -259,7 +259,7 @@ fn ports_and_localhost_are_addresses_of_this_machine() {
     let workers = ["127.0.0.1:7101", "localhost:7102"].map(str::to_owned);
     assert_eq!(router.workers(), MemberSource::List(workers.to_vec()));
     match command(&["ready", "8001"]) {
-        Ok(Command::Ready(args)) => assert_eq!(args.server.to_string(), "127.0.0.1:8001"),
+        Ok(Command::Ready(args)) => assert_eq!(args.server.server.to_string(), "127.0.0.1:8001"),
         other => panic!("{other:?}"),
     }
 }
