@@ -25,7 +25,10 @@ use crate::{
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use serde::Serialize;
-use std::path::PathBuf;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// Serves large language models with prefill and decode on different workers, and reports cached tokens as workers counted them.
 #[derive(Debug, Parser)]
@@ -119,6 +122,12 @@ pub enum Command {
     Completions {
         /// The shell
         shell: Shell,
+    },
+
+    /// Write the man pages of all commands into a folder, such as ~/.local/share/man/man1
+    Man {
+        /// The folder, which is made if it is missing
+        folder: PathBuf,
     },
 
     /// Download and list models
@@ -239,6 +248,15 @@ impl Cli {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut Self::command(), "tandem", &mut script);
         String::from_utf8(script).expect("names and help are UTF-8")
+    }
+
+    /// Writes a man page for each command into a folder.
+    ///
+    /// # Errors
+    /// The folder cannot be made or written to.
+    pub fn write_man_pages(folder: &Path) -> io::Result<()> {
+        std::fs::create_dir_all(folder)?;
+        clap_mangen::generate_to(Self::command(), folder)
     }
 }
 

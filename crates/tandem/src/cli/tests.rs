@@ -413,3 +413,20 @@ fn completions_of_each_shell_have_commands_and_flags() {
     let output = std::process::Command::new("bash").args(["-c", &lists]).output().expect("bash runs");
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "router route", "{output:?}");
 }
+
+#[test]
+fn man_pages_describe_commands_flags_and_variables() {
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+    let pages = folder.path().join("man/man1");
+    Cli::write_man_pages(&pages).expect("the folder is writable");
+    for (name, expected) in [
+        ("tandem.1", r"tandem\-prefill\-worker(1)"),
+        ("tandem-up.1", r"\-\-decode\-workers"),
+        ("tandem-router.1", "TANDEM_CLUSTER_KEY_FILE"),
+        ("tandem-audit-report.1", "ledger"),
+    ] {
+        let page = std::fs::read_to_string(pages.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert!(page.contains(expected), "{name} lacks {expected}:\n{page}");
+    }
+    assert!(Cli::write_man_pages(&pages.join("tandem.1/below")).is_err(), "a file is no folder");
+}
