@@ -1,5 +1,5 @@
 //! Checks that all services of `deploy/docker-compose.yml` and `deploy/docker-compose.vllm.yml` are hardened, and that the settings in the
-//! second file exist; the same of the Helm chart. The scripts for passwords run against a real etcd and a real NATS.
+//! second file exist. Checks the Helm chart in the same way. The scripts for passwords run against a real etcd and a real NATS.
 
 #[path = "deploy/chart.rs"]
 mod chart;

@@ -279,7 +279,7 @@ async fn loras_of_a_server_are_models_with_separate_caches() -> Result<()> {
     let named: Vec<Value> = fleet.engines[0].seen().iter().map(|body| body["model"].clone()).collect();
     assert!(["sql", "poem"].iter().all(|lora| named.iter().filter(|name| *name == lora).count() == 2), "{named:?}");
     assert!(fleet.engines[1].seen().iter().all(|body| body["model"].is_null()), "the other server has no LoRAs");
-    let refused = complete_with(&cluster, "other", &text).await.err().context("an unknown LoRA is refused")?.to_string();
+    let refused = complete_with(&cluster, "other", &text).await.err().context("an unknown LoRA was not refused")?.to_string();
     assert!(refused.starts_with("404") && refused.contains("model_not_found"), "{refused}");
 
     fleet.engines[0].unload_lora("sql");

@@ -177,7 +177,7 @@ async fn explains_every_term(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that the lines of a page which is opened now begin before that time.
+/// Opens the page again, and asserts that its charts have points from before it was opened.
 async fn shows_the_history(browser: &mut Browser) -> Result<()> {
     let url = browser.value("location.href").await?;
     browser.open(url.as_str().context("a URL")?).await?;

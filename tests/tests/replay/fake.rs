@@ -67,7 +67,7 @@ pub struct Arrived {
     pub authorization: Option<String>,
 }
 
-/// How a fake server is built.
+/// The behaviour of a fake server.
 pub struct Settings {
     /// The number of answers that may begin; more can be added later.
     pub permits: usize,
