@@ -307,7 +307,7 @@ fn cpu_time(threads: &str) -> Result<Duration> {
         if fs::read_to_string(folder.join("comm"))?.trim_end() == threads {
             // The first number is the time on a processor, in nanoseconds.
             let times = fs::read_to_string(folder.join("schedstat"))?;
-            nanoseconds += times.split(' ').next().context("the file has three numbers")?.parse::<u64>()?;
+            nanoseconds += times.split(' ').next().context("the file does not have three numbers")?.parse::<u64>()?;
         }
     }
     Ok(Duration::from_nanos(nanoseconds))

@@ -52,7 +52,8 @@ impl LineFile {
     /// because it records the requests of each client. An existing file keeps its permissions; a warning is logged if other users may access
     /// it. If the last line is incomplete because the process that wrote it was killed, a line break is added first.
     ///
-    /// # Errors The file cannot be opened, or another process has opened it for appending.
+    /// # Errors
+    /// The file cannot be opened, or another process has opened it for appending.
     pub fn open(path: &Path, name: &'static str) -> io::Result<Self> {
         Self::write_to(opened(path, name)?, name)
     }

@@ -122,7 +122,7 @@ async fn open_loop_sends_at_the_times_of_the_trace_even_if_no_answer_arrives() -
         );
     }
     // The first request was answered after the last one, which was due 500 ms later.
-    let ttft = report.ttft.as_ref().context("tokens arrived")?;
+    let ttft = report.ttft.as_ref().context("no token arrived")?;
     assert!(ttft.max_ms >= 495.0, "{ttft:?}");
     Ok(())
 }
@@ -135,7 +135,7 @@ async fn time_to_first_token_is_counted_from_the_due_time_of_the_request() -> Re
     let settings = Settings { in_flight_max: 1, ..Settings::new(&fake.url) };
     let report = replay(&trace, settings).await?;
     // All were due at once, and each waited for the one before.
-    let ttft = report.ttft.as_ref().context("tokens arrived")?;
+    let ttft = report.ttft.as_ref().context("no token arrived")?;
     assert!(ttft.max_ms >= 300.0 && ttft.p50_ms >= 180.0, "{ttft:?}");
     assert!(report.late.requests >= 4, "{:?}", report.late);
     assert_eq!((fake.in_flight_max(), report.requests.answered), (1, 5));
@@ -268,9 +268,9 @@ async fn chat_rows_are_sent_as_recorded_with_key_and_extra_fields() -> Result<()
     settings.headers.insert("authorization", "Bearer secret".parse()?);
     settings.max_tokens = Some(16);
     settings.worker_header = Some("x-worker".parse()?);
-    settings.extra_body = json!({ "temperature": 0 }).as_object().cloned().context("an object")?;
+    settings.extra_body = json!({ "temperature": 0 }).as_object().cloned().context("the value is not an object")?;
     let report = replay(trace, settings).await?;
-    let [request] = &fake.requests()[..] else { anyhow::bail!("one request was sent") };
+    let [request] = &fake.requests()[..] else { anyhow::bail!("the number of requests is not one") };
     let streamed = json!({ "include_usage": true });
     let expected = json!({
         "messages": [{ "role": "user", "content": "a" }], "tools": [{ "type": "function" }], "model": "fake", "max_tokens": 16,
