@@ -17,7 +17,7 @@ enum Fate {
     EndsItsWorker,
     /// What it would have done is counted as lost, and logged.
     IsCounted,
-    /// The place only passes on tasks of other places.
+    /// The place only starts tasks that other places in the list pass to it.
     Passes,
 }
 
