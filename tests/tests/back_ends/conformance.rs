@@ -427,7 +427,7 @@ async fn draining_worker_completes_its_requests_and_refuses_others() -> Result<(
         };
         let mut client = DecodeClient::new(channel);
         let mut running = client.generate(request(1, 60)).await?.into_inner();
-        let first = timeout(LIMIT, running.message()).await??.context("the stream has a first message")?;
+        let first = timeout(LIMIT, running.message()).await??.context("the stream has no first message")?;
         assert!(matches!(first.message, Some(Message::Scheduled(_))), "{first:?}");
         let drained = services.shutdown.run(LIMIT);
         let both = async {

@@ -28,7 +28,7 @@ enum State {
 
 /// What the first bytes of the arguments are.
 enum Head {
-    /// The text begins after this many bytes.
+    /// The arguments have the expected form, and the input's text begins after this many bytes.
     Text(usize),
     /// The beginning is incomplete.
     Partial,
