@@ -92,7 +92,7 @@ impl Incoming {
         let inline = body.len() <= PARSE_INLINE_BYTES;
         let parse = move || tandem_api::parse(&body, elements_max);
         let (request, ignored) = if inline { parse()? } else { self.app.parsing.run(self.client.as_ref(), parse).await? };
-        // A body that is parsed as two types has the fields of both.
+        // If a body is parsed as two types, a field is ignored only if both ignore it.
         self.ignored = Some(match self.ignored.take() {
             Some(before) => before.also_in(&ignored),
             None => ignored,

@@ -76,7 +76,7 @@ pub enum Finding {
 pub struct Range {
     /// The lower bound, from certain values only.
     pub min: f64,
-    /// The upper bound, from certain and possible values.
+    /// The upper bound: the sum of the certain and the possible values.
     pub max: f64,
 }
 

@@ -386,7 +386,7 @@ fn changed_settings_are_those_that_differ_from_the_defaults_of_the_role() {
         Command::Frontend(frontend) => frontend.changed("frontend"),
         other => unreachable!("{other:?}"),
     };
-    // The tests may run with variables of the environment that are settings.
+    // The environment of the tests may have variables that are settings.
     let own = |text: String, name: &str| {
         text.split(", ").filter(|setting| setting.starts_with(name)).map(str::to_owned).collect::<Vec<_>>()
     };

@@ -105,7 +105,7 @@ fn kept_key(folder: &Path) -> Result<ClusterKey, Box<dyn Error + Send + Sync>> {
     let key = read.map_err(|KeyFileError { path, source }| {
         format!("{} cannot be used; delete it, so that another key is made: {}", path.display(), error_chain(&*source))
     })?;
-    tracing::info!(path = %path.display(), is_new, "using the cluster key that is kept for all starts of this user's clusters");
+    tracing::info!(path = %path.display(), is_new, "using this user's stored cluster key");
     Ok(key)
 }
 
