@@ -2,11 +2,12 @@
 
 use crate::{
     http::HttpReply,
-    run::print_error,
+    serve::printable,
     server::{HttpServer, ServerArgs, kind, wrong_kind},
 };
 use anyhow::{Result, anyhow, ensure};
 use std::{thread::sleep, time::Duration};
+use tandem_process::telemetry::tell;
 
 const WANTED: &str = "`tandem ready` asks a frontend, or the --admin-listen port of another process";
 
@@ -41,7 +42,7 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
         };
         ensure!(args.wait, "{reason}");
         if printed != reason {
-            print_error(&reason);
+            tell(std::io::stderr(), &format!("{}\n", printable(&reason.replace('\n', " "))));
             printed = reason;
         }
         sleep(WAIT_INTERVAL);

@@ -34,6 +34,7 @@ const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/engine/src/sampling/masks.rs", 1, EndsItsRequest),
     ("frontend/src/audit.rs", 1, EndsItsRequest),
     ("frontend/src/cores.rs", 1, EndsItsRequest),
+    ("frontend/src/http/starting.rs", 1, EndsItsRequest),
     ("crates/grammar/src/stack.rs", 1, EndsItsRequest),
     ("crates/load/src/dispatch.rs", 2, EndsItsRequest),
     ("crates/load/src/replay.rs", 1, EndsItsRequest),

@@ -1,6 +1,6 @@
 //! Separates the reasoning at the beginning of an answer from the rest.
 
-use super::{ReasoningFormat, calls::Calls};
+use super::{ReasoningFormat, tags::partial_suffix};
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -69,6 +69,15 @@ impl ReasoningParser {
     }
 }
 
+/// Finds tool calls in reasoning.
+pub(super) trait FindCalls {
+    /// Returns where a call may begin in a text, even if the text is too short to tell.
+    fn possible_call(&self, text: &str) -> Option<usize>;
+
+    /// Returns whether the text, which begins with the opening tag of a call, has a complete call.
+    fn has_call(&self, text: &str) -> bool;
+}
+
 /// Splits a text at the tags of reasoning. Line feeds next to a tag are dropped, because templates write them again.
 pub(super) struct ReasoningSplitter {
     tags: Tags,
@@ -118,7 +127,7 @@ impl ReasoningSplitter {
     }
 
     /// Adds a chunk of text. What may be a call of `calls` is held, until the reasoning is closed after it.
-    pub(super) fn push(&mut self, text: &str, calls: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+    pub(super) fn push(&mut self, text: &str, calls: Option<&dyn FindCalls>, thoughts: &mut String, answer: &mut String) {
         self.held.push_str(text);
         let (open, close) = self.tags;
         loop {
@@ -181,13 +190,13 @@ impl ReasoningSplitter {
     }
 
     /// Ends the reasoning without its closing tag.
-    pub(super) fn leave(&mut self, _: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+    pub(super) fn leave(&mut self, _: Option<&dyn FindCalls>, thoughts: &mut String, answer: &mut String) {
         self.finish(None, thoughts, answer);
         self.state = ReasoningState::After;
     }
 
     /// Ends the answer. A complete call at the end of reasoning that was not closed is a call: some models do not close it.
-    pub(super) fn finish(&mut self, calls: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+    pub(super) fn finish(&mut self, calls: Option<&dyn FindCalls>, thoughts: &mut String, answer: &mut String) {
         if self.is_inside() {
             let call = calls.and_then(|calls| calls.possible_call(&self.held).filter(|at| calls.has_call(&self.held[*at..])));
             let rest = call.map(|at| self.held.split_off(at));
@@ -196,13 +205,4 @@ impl ReasoningSplitter {
         }
         answer.extend(self.held.drain(..));
     }
-}
-
-/// Returns the length of the longest suffix of the text that is the beginning of one of `tags`, but not a whole tag.
-pub(super) fn partial_suffix(text: &str, tags: &[&str]) -> usize {
-    let longest = |tag: &&str| {
-        let lengths = tag.char_indices().map(|(at, _)| at).skip(1);
-        lengths.filter(|length| text.ends_with(&tag[..*length])).max().unwrap_or_default()
-    };
-    tags.iter().map(longest).max().unwrap_or_default()
 }

@@ -4,12 +4,12 @@
 //! A value may contain any tag, such as a file about this format. So a closing tag ends a value only if the next element, or the end of the call,
 //! follows. Models sometimes omit closing tags: at the beginning of a line, the next parameter or the end of the call ends a value as well.
 
-use super::{After, ArgumentsReader};
+use super::{After, ArgumentsReader, Start};
 use crate::chat::{
     Tool, Tools,
     output::{
-        json::{Progress, Start, constant, escape_text, repaired},
-        reasoning::partial_suffix,
+        json::{ReadProgress, constant, escape_text, repaired},
+        tags::partial_suffix,
     },
 };
 use serde_json::Value;
@@ -90,7 +90,7 @@ fn begins(text: &str, tag: &str) -> Begins {
 }
 
 /// The beginning of an element.
-enum Head<'a> {
+enum ElementHead<'a> {
     Parameter { name: &'a str, attributes: &'a str, len: usize },
     Malformed,
     Partial,
@@ -163,25 +163,25 @@ impl ElementTags {
     }
 
     /// Reads the beginning of an element, which begins with the tag of a parameter.
-    fn head<'a>(&self, text: &'a str) -> Head<'a> {
+    fn head<'a>(&self, text: &'a str) -> ElementHead<'a> {
         let (open, close) = self.parameter;
         let after = &text[open.len()..];
         let name = match up_to(after, close) {
             Some(Ok(name)) => name,
-            Some(Err(())) if !after.trim_start().contains(['<', '\n']) || close.starts_with('<') => return Head::Partial,
-            Some(Err(())) | None => return Head::Malformed,
+            Some(Err(())) if !after.trim_start().contains(['<', '\n']) || close.starts_with('<') => return ElementHead::Partial,
+            Some(Err(())) | None => return ElementHead::Malformed,
         };
         if !is_name(name.trim()) {
-            return Head::Malformed;
+            return ElementHead::Malformed;
         }
         let rest = &after[name.len() + close.len()..];
         let attributes = match up_to(rest, self.value) {
             Some(Ok(attributes)) if !attributes.contains('<') => attributes,
-            Some(Err(())) if !rest.trim_start().contains('\n') => return Head::Partial,
-            _ => return Head::Malformed,
+            Some(Err(())) if !rest.trim_start().contains('\n') => return ElementHead::Partial,
+            _ => return ElementHead::Malformed,
         };
         let len = open.len() + name.len() + close.len() + attributes.len() + self.value.len();
-        Head::Parameter { name: name.trim(), attributes, len }
+        ElementHead::Parameter { name: name.trim(), attributes, len }
     }
 }
 
@@ -208,7 +208,7 @@ struct ValueReader {
 }
 
 /// Where a value ends.
-enum Stop {
+enum ValueStop {
     /// It ends before byte `at`; what follows begins at byte `next`.
     At { at: usize, next: usize },
     /// It does not end before this byte.
@@ -226,7 +226,7 @@ impl ElementsReader {
         [*call_end, *calls_end, parameter.0, parameter.1, *value, *value_end].contains(&name)
     }
 
-    pub(super) fn read(&mut self, text: &str, is_ended: bool, tools: &Tools, out: &mut String) -> Progress {
+    pub(super) fn read(&mut self, text: &str, is_ended: bool, tools: &Tools, out: &mut String) -> ReadProgress {
         let tool = tools.list.iter().find(|tool| tool.name == self.tool);
         let mut at = 0;
         loop {
@@ -237,47 +237,47 @@ impl ElementsReader {
                 self.between(rest, is_ended, tool, out)
             };
             match progress {
-                Progress::Complete(end) => return Progress::Complete(at + end),
-                Progress::Later(0) => return Progress::Later(at),
-                Progress::Later(used) => at += used,
+                ReadProgress::Complete(end) => return ReadProgress::Complete(at + end),
+                ReadProgress::Later(0) => return ReadProgress::Later(at),
+                ReadProgress::Later(used) => at += used,
             }
         }
     }
 
     /// Reads the text between elements.
-    fn between(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> Progress {
+    fn between(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> ReadProgress {
         let rest = text.trim_start();
         let at = text.len() - rest.len();
         if at > 0 {
             if !self.stray.is_empty() {
                 self.stray.push_str(&text[..at]);
             }
-            return Progress::Later(at);
+            return ReadProgress::Later(at);
         }
         let tags = self.tags;
         let end = |out: &mut String, end: usize| {
             out.push_str(if self.names.is_empty() { "{}" } else { "}" });
-            Progress::Complete(end)
+            ReadProgress::Complete(end)
         };
         match () {
             () if rest.is_empty() && is_ended => return end(out, 0),
             () if begins(rest, tags.call_end) == Begins::Yes => return end(out, tags.call_end.len()),
             () if begins(rest, tags.calls_end) == Begins::Yes => return end(out, 0),
             () if begins(rest, tags.parameter.0) == Begins::Yes => match tags.head(rest) {
-                Head::Parameter { name, attributes, len } => {
+                ElementHead::Parameter { name, attributes, len } => {
                     self.begin(name, attributes, tool, out);
-                    return Progress::Later(len);
+                    return ReadProgress::Later(len);
                 }
-                Head::Partial if !is_ended => return Progress::Later(0),
-                Head::Partial | Head::Malformed => {}
+                ElementHead::Partial if !is_ended => return ReadProgress::Later(0),
+                ElementHead::Partial | ElementHead::Malformed => {}
             },
-            () if tags.follows(rest) == Begins::Perhaps && !is_ended => return Progress::Later(0),
+            () if tags.follows(rest) == Begins::Perhaps && !is_ended => return ReadProgress::Later(0),
             () => {}
         }
         let next = rest.char_indices().skip(1).find(|(at, _)| tags.follows(&rest[*at..]) != Begins::No);
         let len = next.map_or(rest.len(), |(at, _)| at);
         self.stray.push_str(&rest[..len]);
-        Progress::Later(len)
+        ReadProgress::Later(len)
     }
 
     fn begin(&mut self, name: &str, attributes: &str, tool: Option<&Tool>, out: &mut String) {
@@ -295,17 +295,17 @@ impl ElementsReader {
     }
 
     /// Reads a value.
-    fn value(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> Progress {
-        let Some(value) = &mut self.value else { return Progress::Later(0) };
+    fn value(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> ReadProgress {
+        let Some(value) = &mut self.value else { return ReadProgress::Later(0) };
         let types = value.types;
         if !value.has_begun && !text.is_empty() {
             value.has_begun = true;
             if text.starts_with('\n') {
-                return Progress::Later(1);
+                return ReadProgress::Later(1);
             }
         }
         match self.stop(text, is_ended, tool) {
-            Stop::At { at, next } => {
+            ValueStop::At { at, next } => {
                 let part = text[..at].strip_suffix('\n').unwrap_or(&text[..at]);
                 if types == Types::TEXT {
                     escape_text(part, out);
@@ -315,28 +315,28 @@ impl ElementsReader {
                 }
                 self.value = None;
                 // The next element may begin right here.
-                if next > 0 { Progress::Later(next) } else { self.between(text, is_ended, tool, out) }
+                if next > 0 { ReadProgress::Later(next) } else { self.between(text, is_ended, tool, out) }
             }
-            Stop::Later(safe) => {
+            ValueStop::Later(safe) => {
                 let len = if is_ended { text.len() } else { safe };
                 match types == Types::TEXT {
                     true => escape_text(&text[..len], out),
                     // The answer ends within a value.
                     false if is_ended => out.push_str(text),
-                    false => return Progress::Later(0),
+                    false => return ReadProgress::Later(0),
                 }
                 if let Some(value) = &mut self.value {
                     value.is_fresh &= len == 0;
                 }
-                Progress::Later(len)
+                ReadProgress::Later(len)
             }
         }
     }
 
-    fn stop(&self, text: &str, is_ended: bool, tool: Option<&Tool>) -> Stop {
+    fn stop(&self, text: &str, is_ended: bool, tool: Option<&Tool>) -> ValueStop {
         let ElementTags { call_end, calls_end, parameter, value_end, .. } = self.tags;
         let is_fresh = self.value.as_ref().is_some_and(|value| value.is_fresh);
-        let later = |at: usize| Stop::Later(at - usize::from(text[..at].ends_with('\n')));
+        let later = |at: usize| ValueStop::Later(at - usize::from(text[..at].ends_with('\n')));
         for (at, _) in text.match_indices('<') {
             let (before, tail) = text.split_at(at);
             let begins_line = if at == 0 { is_fresh } else { before.ends_with('\n') };
@@ -349,9 +349,9 @@ impl ElementsReader {
                 _ if !begins_line => closing,
                 _ => match (begins(tail, parameter.0), begins(tail, call_end)) {
                     (Begins::Yes, _) => match self.tags.head(tail) {
-                        Head::Parameter { name, .. } if self.is_next(name, tool) => Begins::Yes,
-                        Head::Parameter { .. } | Head::Malformed => Begins::No,
-                        Head::Partial => Begins::Perhaps,
+                        ElementHead::Parameter { name, .. } if self.is_next(name, tool) => Begins::Yes,
+                        ElementHead::Parameter { .. } | ElementHead::Malformed => Begins::No,
+                        ElementHead::Partial => Begins::Perhaps,
                     },
                     (_, Begins::Yes) => {
                         let after = tail[call_end.len()..].trim_start();
@@ -366,7 +366,7 @@ impl ElementsReader {
                 Begins::Perhaps if !is_ended => return later(at),
                 Begins::Yes | Begins::Perhaps if ends_value == Begins::Yes || is_whole_tag => {
                     let next = at + if closing == Begins::Yes { value_end.len() } else { 0 };
-                    return Stop::At { at, next };
+                    return ValueStop::At { at, next };
                 }
                 _ => {}
             }
