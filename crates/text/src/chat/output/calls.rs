@@ -4,16 +4,12 @@ use super::{
     ToolCallParser, ToolFormat,
     format::{After, ArgumentsReader, Start},
     json::ReadProgress,
-    piece::Pieces,
+    piece::{Piece, Pieces},
     reasoning::FindCalls,
-    tags::partial_suffix,
+    tags::{next_try, partial_suffix},
 };
 use crate::chat::{ToolChoice, Tools};
 use std::sync::Arc;
-
-/// While an incomplete call has at most this many bytes, it is parsed again with every chunk. A longer one is parsed again only when a chunk has a
-/// character that may complete it.
-const EAGER_BYTES_MAX: usize = 4096;
 
 #[derive(Clone)]
 pub(super) struct Calls {
@@ -24,6 +20,8 @@ pub(super) struct Calls {
     state: CallState,
     /// The text that was received and is not processed yet.
     held: String,
+    /// The length at which `held` is parsed again.
+    next_try: usize,
     /// Line feeds at the end of the content. They are dropped if a call follows, because templates write them again.
     line_feeds: usize,
     /// The names of the special tokens in the text. They are tags and never content.
@@ -76,6 +74,7 @@ impl Calls {
             tools,
             state,
             held,
+            next_try: 0,
             line_feeds: 0,
             specials,
             count: 0,
@@ -121,13 +120,13 @@ impl Calls {
 
     pub(super) fn push(&mut self, text: &str, pieces: &mut Pieces) {
         self.held.push_str(text);
-        let may_end = |byte| matches!(byte, b'}' | b'{' | b'>' | b']');
-        if !matches!(self.state, CallState::Start { .. }) || self.held.len() <= EAGER_BYTES_MAX || text.bytes().any(may_end) {
+        if self.held.len() >= self.next_try {
             self.advance(pieces);
         }
     }
 
     pub(super) fn special(&mut self, name: &str, pieces: &mut Pieces) {
+        self.advance(pieces);
         match &self.state {
             CallState::Text if !self.opens_with(name) => return,
             CallState::Arguments { reader, nested } if !reader.has_tag(name) => self.state = CallState::After { nested: *nested },
@@ -149,6 +148,7 @@ impl Calls {
 
     fn advance(&mut self, pieces: &mut Pieces) {
         while self.step(pieces) {}
+        self.next_try = next_try(self.held.len());
     }
 
     /// Processes a part of the text. Returns whether another part can be processed.
@@ -305,9 +305,10 @@ impl FindCalls for Calls {
         found.into_iter().find(begins).map(|(at, _)| at).or(partial)
     }
 
-    fn has_call(&self, text: &str) -> bool {
-        let mut calls = self.clone();
-        calls.push(text, &mut Pieces::default());
-        calls.count > self.count && calls.are_complete()
+    fn ends_with_call(&self, text: &str) -> bool {
+        let (mut calls, mut pieces) = (self.clone(), Pieces::default());
+        calls.push(text, &mut pieces);
+        let ends_with_text = matches!(pieces.into_vec().last(), Some(Piece::Content(_)));
+        calls.count > self.count && calls.are_complete() && !ends_with_text
     }
 }

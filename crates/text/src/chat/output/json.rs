@@ -15,6 +15,8 @@ pub(super) struct JsonReader {
     word: String,
     /// Whether something outside of strings has no meaning in JSON.
     pub(super) is_broken: bool,
+    /// Whether reading stops there.
+    is_strict: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,9 +41,9 @@ pub(super) enum ReadProgress {
 }
 
 impl JsonReader {
-    /// Returns a reader inside an object, whose end it finds.
-    pub(super) fn within_object() -> Self {
-        Self { closing: "}".to_owned(), ..Self::default() }
+    /// Returns a reader that stops where the text has no meaning in JSON. `closing`: the brackets that close the objects and lists around the text.
+    pub(super) fn strict(closing: &str) -> Self {
+        Self { closing: closing.to_owned(), is_strict: true, ..Self::default() }
     }
 
     /// Reads the next chunk, and appends JSON to `out`. `ends`: tags that end the value even if it is not complete. Its open objects and lists are then
@@ -57,7 +59,7 @@ impl JsonReader {
                     return ReadProgress::Later(at);
                 }
             }
-            if self.next(char, out) {
+            if self.next(char, out) || (self.is_strict && self.is_broken) {
                 return ReadProgress::Complete(at + char.len_utf8());
             }
         }

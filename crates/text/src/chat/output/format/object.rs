@@ -32,7 +32,7 @@ pub(super) fn object(text: &str, ends: &'static [&'static str]) -> Start {
         Err(ObjectStop::Undecided) => Start::Undecided,
         Err(ObjectStop::NoCall) => Start::NoCall,
         Err(ObjectStop::Unusual) => {
-            let (mut reader, mut json) = (JsonReader::default(), String::new());
+            let (mut reader, mut json) = (JsonReader::strict(""), String::new());
             match reader.read(text, ends, &mut json) {
                 _ if reader.is_broken => Start::NoCall,
                 ReadProgress::Later(_) => Start::Undecided,
@@ -148,7 +148,7 @@ pub(super) fn close_object(text: &str) -> Rest {
     match text.trim_start().chars().next() {
         None => Rest::Undecided,
         Some('}' | ',') => {
-            let mut reader = JsonReader::within_object();
+            let mut reader = JsonReader::strict("}");
             match reader.read(text, &[], &mut String::new()) {
                 _ if reader.is_broken => Rest::Open,
                 ReadProgress::Later(_) => Rest::Undecided,

@@ -52,12 +52,63 @@ fn tags_within_a_value_belong_to_the_value() {
     // An element without a proper name is no argument.
     let unnamed = call("<parameter=number>7</parameter>\n<parameter=\necho hi\n</parameter>");
     check(&qwen, &unnamed, &["call 0 f", "arguments 0 {\"number\":7}", "text <parameter=\necho hi\n</parameter>"]);
+    // A line feed within a tag ends it.
+    check(&qwen, "<function=f\n></function>", &["text <function=f\n></function>"]);
+    let broken = call("<parameter=text\n>a</parameter>");
+    check(&qwen, &broken, &["call 0 f", "arguments 0 {}", "text <parameter=text\n>a</parameter>"]);
     // The answer ends within a value.
     check(&qwen, "<tool_call><function=f><parameter=text>\na</par", &["call 0 f", "arguments 0 {\"text\":\"a</par"]);
     check(&qwen, "<function=f><parameter=number>1", &["call 0 f", "arguments 0 {\"number\":1"]);
     let glm = format(ToolCallParser::Glm45);
     let said = "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>say </tool_call> now</arg_value>\n</tool_call>x";
     check(&glm, said, &["call 0 f", "arguments 0 {\"text\":\"say </tool_call> now\"}", "text x"]);
+    let unclosed = "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a\n</tool_call>";
+    check(&glm, unclosed, &["call 0 f", "arguments 0 {\"text\":\"a\"}"]);
+}
+
+#[test]
+fn call_that_ends_within_a_tag_does_not_look_complete() {
+    let qwen = format(ToolCallParser::Qwen3Coder);
+    for (end, arguments) in [
+        ("<parameter=te", "{<parameter=te"),
+        ("<parameter=text>\na\n</parameter>\n<para", "{\"text\":\"a\",<para"),
+        // The end of the call means nothing else.
+        ("<parameter=text>\na\n</parameter>\n</func", "{\"text\":\"a\"}"),
+        ("<parameter=text>\na\n</parameter>\n", "{\"text\":\"a\"}"),
+    ] {
+        check(&qwen, &format!("<function=f>\n{end}"), &["call 0 f", &format!("arguments 0 {arguments}")]);
+    }
+}
+
+#[test]
+fn line_feeds_around_a_value_belong_to_it_unless_the_template_writes_them() {
+    for (parser, begin, end) in [
+        (ToolCallParser::Glm45, "<tool_call>f<arg_key>text</arg_key><arg_value>", "</arg_value></tool_call>"),
+        (ToolCallParser::MinimaxM2, "<minimax:tool_call><invoke name=\"f\"><parameter name=\"text\">", "</parameter></invoke>"),
+        (
+            ToolCallParser::DeepseekV32,
+            "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"text\">",
+            "</｜DSML｜parameter></｜DSML｜invoke>",
+        ),
+        (ToolCallParser::Qwen3Coder, "<function=f><parameter=text>\n", "\n</parameter></function>"),
+    ] {
+        check(&format(parser), &format!("{begin}\na\n{end}"), &["call 0 f", "arguments 0 {\"text\":\"\\na\\n\"}"]);
+    }
+}
+
+#[test]
+fn calls_without_arguments_and_lists_of_calls_are_parsed() {
+    let deepseek = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>";
+    let two = ["call 0 f", "arguments 0 {}", "call 1 f", "arguments 1 {}"];
+    check(&format(ToolCallParser::DeepseekV3), deepseek, &two);
+    let kimi = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|> <|tool_call_end|><|tool_calls_section_end|>x";
+    check(&format(ToolCallParser::KimiK2), kimi, &["call 0 f", "arguments 0 {}", "text x"]);
+    let hermes = format(ToolCallParser::Hermes);
+    let call = "{\"name\": \"f\", \"arguments\": {}}";
+    for between in [format!("{call}\n{call}\n"), format!("[{call}, {call}]")] {
+        check(&hermes, &format!("<tool_call>{between}</tool_call>"), &two);
+    }
+    check(&hermes, &format!("<tool_call>{call}, x"), &["call 0 f", "arguments 0 {}", "text , x"]);
 }
 
 #[test]
@@ -140,6 +191,7 @@ fn calls_and_reasoning_in_the_format_of_gemma_4_are_parsed() {
             "<|tool_call>call:f{}<tool_call|><|tool_call>call:f{text:bare word}<tool_call|>",
             &["call 0 f", "arguments 0 {}", "call 1 f", "arguments 1 {\"text\":\"bare word\"}"],
         ),
+        ("<|tool_call>call:f{\"text\":\"a\",list:[1,],}<tool_call|>", &["call 0 f", "arguments 0 {\"text\":\"a\",\"list\":[1]}"]),
         ("<|tool_call>call:f{list:[1<tool_call|>x", &["call 0 f", "arguments 0 {\"list\":[1]}", "text x"]),
         ("<|tool_call>call:g{}<tool_call|>", &["text <|tool_call>call:g{}<tool_call|>"]),
         ("<|channel>thought", &["thought thought"]),
@@ -168,6 +220,11 @@ fn messages_of_harmony_are_reasoning_content_and_calls() {
             &["text I will call it.", "call 0 f", "arguments 0 {\"a\": "],
         ),
         ("<|channel|>commentary to=functions.g<|message|>{}<|call|>", &["text {}"]),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>\
+             <|start|>assistant<|channel|>commentary<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d<|return|>",
+            &["thought a\nb", "text c\nd"],
+        ),
         ("no header", &["text no header"]),
         ("<|channel|>final<|message|>a < b", &["text a < b"]),
         ("<|chan", &[]),
@@ -214,6 +271,10 @@ fn call_within_reasoning_that_is_not_closed_is_a_call() {
         (
             "hm <tool_call><function=f></function></tool_call> but no</think>yes",
             &["thought hm <tool_call><function=f></function></tool_call> but no", "text yes"],
+        ),
+        (
+            "hm <tool_call><function=f></function></tool_call> but",
+            &["thought hm <tool_call><function=f></function></tool_call> but"],
         ),
         ("hm <tool_call><function=g></function>", &["thought hm <tool_call><function=g></function>"]),
         ("hm <tool_call><function=f><parameter=text>cut", &["thought hm <tool_call><function=f><parameter=text>cut"]),
