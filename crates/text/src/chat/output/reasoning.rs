@@ -136,7 +136,7 @@ impl ReasoningSplitter {
     /// Adds a chunk of text. What may be a call of `calls` is held, until the reasoning is closed after it.
     pub(super) fn push(&mut self, text: &str, calls: Option<&dyn FindCalls>, thoughts: &mut String, answer: &mut String) {
         self.held.push_str(text);
-        let (open, close) = self.tags;
+        let open = self.tags.0;
         loop {
             match self.state {
                 ReasoningState::Before => {
@@ -169,23 +169,9 @@ impl ReasoningSplitter {
                             return;
                         }
                     }
-                    let Some(end) = self.held[self.searched..].find(close).map(|at| self.searched + at) else {
-                        self.searched = self.held.len() - partial_suffix(&self.held, &[close]);
-                        if self.held.len() < self.next_try {
-                            return;
-                        }
-                        let call = calls.and_then(|calls| calls.possible_call(&self.held));
-                        let kept = call.map_or(self.searched, |at| at.min(self.searched));
-                        let sent = self.held[..kept].trim_end_matches('\n').len();
-                        thoughts.extend(self.held.drain(..sent));
-                        self.searched -= sent;
-                        self.next_try = next_try(self.held.len());
-                        self.state = ReasoningState::Inside { begun: begun || sent > 0 };
+                    if !self.thought(calls, thoughts) {
                         return;
-                    };
-                    thoughts.push_str(self.held[..end].trim_end_matches('\n'));
-                    self.held.drain(..end + close.len());
-                    self.state = ReasoningState::Closed;
+                    }
                 }
                 ReasoningState::Closed => {
                     let blank = self.held.len() - self.held.trim_start_matches('\n').len();
@@ -201,6 +187,31 @@ impl ReasoningSplitter {
                 }
             }
         }
+    }
+
+    /// Moves the text that is reasoning to `thoughts`. Returns whether the reasoning ends with it.
+    fn thought(&mut self, calls: Option<&dyn FindCalls>, thoughts: &mut String) -> bool {
+        let close = self.tags.1;
+        if let Some(at) = self.held[self.searched..].find(close) {
+            let end = self.searched + at;
+            thoughts.push_str(self.held[..end].trim_end_matches('\n'));
+            self.held.drain(..end + close.len());
+            self.state = ReasoningState::Closed;
+            return true;
+        }
+        self.searched = self.held.len() - partial_suffix(&self.held, &[close]);
+        if self.held.len() >= self.next_try {
+            let call = calls.and_then(|calls| calls.possible_call(&self.held));
+            let kept = call.map_or(self.searched, |at| at.min(self.searched));
+            let sent = self.held[..kept].trim_end_matches('\n').len();
+            thoughts.extend(self.held.drain(..sent));
+            self.searched -= sent;
+            self.next_try = next_try(self.held.len());
+            if sent > 0 {
+                self.state = ReasoningState::Inside { begun: true };
+            }
+        }
+        false
     }
 
     /// Ends the reasoning without its closing tag.
