@@ -4,15 +4,20 @@ use super::{
     ToolCallParser, ToolFormat,
     format::{After, ArgumentsReader},
     json::{Progress, Start},
-    piece::Pieces,
+    piece::{Piece, Pieces},
     reasoning::partial_suffix,
 };
 use crate::chat::{ToolChoice, Tools};
 use std::sync::Arc;
 
-/// While an incomplete call has at most this many bytes, it is parsed again with every chunk. A longer one is parsed again only when a chunk has a
-/// character that may complete it.
+/// While a text without a result has at most this many bytes, it is parsed again with every chunk.
 const EAGER_BYTES_MAX: usize = 4096;
+
+/// Returns the length at which a text without a result is parsed again. A long text must grow by an eighth, so that the work stays proportional to
+/// its length.
+pub(super) fn next_try(len: usize) -> usize {
+    if len > EAGER_BYTES_MAX { len + len / 8 } else { 0 }
+}
 
 #[derive(Clone)]
 pub(super) struct Calls {
@@ -23,6 +28,8 @@ pub(super) struct Calls {
     state: CallState,
     /// The text that was received and is not processed yet.
     held: String,
+    /// The length at which `held` is parsed again.
+    next_try: usize,
     /// Line feeds at the end of the content. They are dropped if a call follows, because templates write them again.
     line_feeds: usize,
     /// The names of the special tokens in the text. They are tags and never content.
@@ -75,6 +82,7 @@ impl Calls {
             tools,
             state,
             held,
+            next_try: 0,
             line_feeds: 0,
             specials,
             count: 0,
@@ -112,11 +120,12 @@ impl Calls {
         found.into_iter().find(begins).map(|(at, _)| at).or(partial)
     }
 
-    /// Returns whether the text, which begins with the opening tag of a call, has a complete call.
-    pub(super) fn has_call(&self, text: &str) -> bool {
-        let mut calls = self.clone();
-        calls.push(text, &mut Pieces::default());
-        calls.count > self.count && calls.are_complete()
+    /// Returns whether the text, which begins with the opening tag of a call, ends with a complete call.
+    pub(super) fn ends_with_call(&self, text: &str) -> bool {
+        let (mut calls, mut pieces) = (self.clone(), Pieces::default());
+        calls.push(text, &mut pieces);
+        let ends_with_text = matches!(pieces.into_vec().last(), Some(Piece::Content(_)));
+        calls.count > self.count && calls.are_complete() && !ends_with_text
     }
 
     /// Begins a call, unless the model may not call the tool.
@@ -141,13 +150,13 @@ impl Calls {
 
     pub(super) fn push(&mut self, text: &str, pieces: &mut Pieces) {
         self.held.push_str(text);
-        let may_end = |byte| matches!(byte, b'}' | b'{' | b'>' | b']');
-        if !matches!(self.state, CallState::Start { .. }) || self.held.len() <= EAGER_BYTES_MAX || text.bytes().any(may_end) {
+        if self.held.len() >= self.next_try {
             self.advance(pieces);
         }
     }
 
     pub(super) fn special(&mut self, name: &str, pieces: &mut Pieces) {
+        self.advance(pieces);
         match &self.state {
             CallState::Text if !self.opens_with(name) => return,
             CallState::Arguments { reader, nested } if !reader.has_tag(name) => self.state = CallState::After { nested: *nested },
@@ -169,6 +178,7 @@ impl Calls {
 
     fn advance(&mut self, pieces: &mut Pieces) {
         while self.step(pieces) {}
+        self.next_try = next_try(self.held.len());
     }
 
     /// Processes a part of the text. Returns whether another part can be processed.

@@ -16,6 +16,8 @@ pub(super) struct JsonReader {
     word: String,
     /// Whether something outside of strings has no meaning in JSON.
     is_broken: bool,
+    /// Whether reading stops there.
+    is_strict: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,9 +42,9 @@ pub(super) enum Progress {
 }
 
 impl JsonReader {
-    /// Returns a reader inside an object, whose end it finds.
-    fn within_object() -> Self {
-        Self { closing: "}".to_owned(), ..Self::default() }
+    /// Returns a reader that stops where the text has no meaning in JSON. `closing`: the brackets that close the objects and lists around the text.
+    fn strict(closing: &str) -> Self {
+        Self { closing: closing.to_owned(), is_strict: true, ..Self::default() }
     }
 
     /// Reads the next chunk, and appends JSON to `out`. `ends`: tags that end the value even if it is not complete. Its open objects and lists are then
@@ -58,7 +60,7 @@ impl JsonReader {
                     return Progress::Later(at);
                 }
             }
-            if self.next(char, out) {
+            if self.next(char, out) || (self.is_strict && self.is_broken) {
                 return Progress::Complete(at + char.len_utf8());
             }
         }
@@ -256,7 +258,7 @@ pub(super) fn object(text: &str, ends: &'static [&'static str]) -> Start {
         Err(ObjectStop::Undecided) => Start::Undecided,
         Err(ObjectStop::NoCall) => Start::NoCall,
         Err(ObjectStop::Unusual) => {
-            let (mut reader, mut json) = (JsonReader::default(), String::new());
+            let (mut reader, mut json) = (JsonReader::strict(""), String::new());
             match reader.read(text, ends, &mut json) {
                 _ if reader.is_broken => Start::NoCall,
                 Progress::Later(_) => Start::Undecided,
@@ -372,7 +374,7 @@ pub(super) fn close_object(text: &str) -> Rest {
     match text.trim_start().chars().next() {
         None => Rest::Undecided,
         Some('}' | ',') => {
-            let mut reader = JsonReader::within_object();
+            let mut reader = JsonReader::strict("}");
             match reader.read(text, &[], &mut String::new()) {
                 _ if reader.is_broken => Rest::Open,
                 Progress::Later(_) => Rest::Undecided,

@@ -1,6 +1,9 @@
 //! Separates the reasoning at the beginning of an answer from the rest.
 
-use super::{ReasoningFormat, calls::Calls};
+use super::{
+    ReasoningFormat,
+    calls::{Calls, next_try},
+};
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -76,6 +79,10 @@ pub(super) struct ReasoningSplitter {
     label: &'static str,
     state: ReasoningState,
     held: String,
+    /// The bytes of `held` in which no closing tag begins.
+    searched: usize,
+    /// The length at which `held` is searched for calls again.
+    next_try: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +104,7 @@ impl ReasoningSplitter {
         let tags = format.parser.tags()?;
         let state = if format.is_open { ReasoningState::Inside { begun: false } } else { ReasoningState::Before };
         let label = if format.parser == ReasoningParser::Gemma4 { "thought\n" } else { "" };
-        Some(Self { tags, label, state, held: String::new() })
+        Some(Self { tags, label, state, held: String::new(), searched: 0, next_try: 0 })
     }
 
     pub(super) fn is_inside(&self) -> bool {
@@ -139,6 +146,7 @@ impl ReasoningSplitter {
                     if !begun {
                         let blank = self.held.len() - self.held.trim_start_matches('\n').len();
                         self.held.drain(..blank);
+                        self.searched = self.searched.saturating_sub(blank);
                         if let Some(rest) = self.held.strip_prefix(open) {
                             self.held = rest.to_owned();
                             continue;
@@ -152,11 +160,17 @@ impl ReasoningSplitter {
                             return;
                         }
                     }
-                    let Some(end) = self.held.find(close) else {
+                    let Some(end) = self.held[self.searched..].find(close).map(|at| self.searched + at) else {
+                        self.searched = self.held.len() - partial_suffix(&self.held, &[close]);
+                        if self.held.len() < self.next_try {
+                            return;
+                        }
                         let call = calls.and_then(|calls| calls.possible_call(&self.held));
-                        let kept = call.unwrap_or_else(|| self.held.len() - partial_suffix(&self.held, &[close]));
+                        let kept = call.map_or(self.searched, |at| at.min(self.searched));
                         let sent = self.held[..kept].trim_end_matches('\n').len();
                         thoughts.extend(self.held.drain(..sent));
+                        self.searched -= sent;
+                        self.next_try = next_try(self.held.len());
                         self.state = ReasoningState::Inside { begun: begun || sent > 0 };
                         return;
                     };
@@ -189,7 +203,8 @@ impl ReasoningSplitter {
     /// Ends the answer. A complete call at the end of reasoning that was not closed is a call: some models do not close it.
     pub(super) fn finish(&mut self, calls: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
         if self.is_inside() {
-            let call = calls.and_then(|calls| calls.possible_call(&self.held).filter(|at| calls.has_call(&self.held[*at..])));
+            let call =
+                calls.and_then(|calls| calls.possible_call(&self.held).filter(|at| calls.ends_with_call(&self.held[*at..])));
             let rest = call.map(|at| self.held.split_off(at));
             let thought = std::mem::replace(&mut self.held, rest.clone().unwrap_or_default());
             thoughts.push_str(if rest.is_some() { thought.trim_end_matches('\n') } else { &thought });

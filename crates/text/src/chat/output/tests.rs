@@ -1,3 +1,4 @@
+mod cost;
 mod formats;
 mod random;
 

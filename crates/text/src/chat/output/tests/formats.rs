@@ -215,6 +215,10 @@ fn call_within_reasoning_that_is_not_closed_is_a_call() {
             "hm <tool_call><function=f></function></tool_call> but no</think>yes",
             &["thought hm <tool_call><function=f></function></tool_call> but no", "text yes"],
         ),
+        (
+            "hm <tool_call><function=f></function></tool_call> but",
+            &["thought hm <tool_call><function=f></function></tool_call> but"],
+        ),
         ("hm <tool_call><function=g></function>", &["thought hm <tool_call><function=g></function>"]),
         ("hm <tool_call><function=f><parameter=text>cut", &["thought hm <tool_call><function=f><parameter=text>cut"]),
         ("hm <tool", &["thought hm <tool"]),
