@@ -3,6 +3,7 @@
 mod elements;
 mod gemma;
 mod marked;
+mod types;
 
 use super::json::{JsonReader, Progress, Rest, Start, close_object, object};
 use crate::chat::Tools;

@@ -4,15 +4,14 @@
 //! A value may contain any tag, such as a file about this format. So a closing tag ends a value only if the next element, or the end of the call,
 //! follows. Models sometimes omit closing tags: at the beginning of a line, the next parameter or the end of the call ends a value as well.
 
-use super::{After, ArgumentsReader};
+use super::{After, ArgumentsReader, types::Types};
 use crate::chat::{
     Tool, Tools,
     output::{
-        json::{Progress, Start, constant, escape_text, repaired},
+        json::{Progress, Start, escape_text},
         reasoning::partial_suffix,
     },
 };
-use serde_json::Value;
 
 /// The tags of a format.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,6 +27,8 @@ pub(in crate::chat::output) struct ElementTags {
     /// The text after name and attributes, before the value.
     value: &'static str,
     value_end: &'static str,
+    /// Whether the template writes a line feed before and after each value.
+    has_own_lines: bool,
 }
 
 pub(super) const QWEN: ElementTags = ElementTags {
@@ -37,6 +38,7 @@ pub(super) const QWEN: ElementTags = ElementTags {
     parameter: ("<parameter=", ">"),
     value: "",
     value_end: "</parameter>",
+    has_own_lines: true,
 };
 
 pub(super) const GLM: ElementTags = ElementTags {
@@ -46,6 +48,7 @@ pub(super) const GLM: ElementTags = ElementTags {
     parameter: ("<arg_key>", "</arg_key>"),
     value: "<arg_value>",
     value_end: "</arg_value>",
+    has_own_lines: false,
 };
 
 pub(super) const MINIMAX: ElementTags = ElementTags {
@@ -55,6 +58,7 @@ pub(super) const MINIMAX: ElementTags = ElementTags {
     parameter: ("<parameter name=\"", "\""),
     value: ">",
     value_end: "</parameter>",
+    has_own_lines: false,
 };
 
 pub(super) const DEEPSEEK_V32: ElementTags = ElementTags {
@@ -64,12 +68,11 @@ pub(super) const DEEPSEEK_V32: ElementTags = ElementTags {
     parameter: ("<｜DSML｜parameter name=\"", "\""),
     value: ">",
     value_end: "</｜DSML｜parameter>",
+    has_own_lines: false,
 };
 
 /// Maximum length of a name, and of the attributes after a name, in bytes.
 const NAME_BYTES_MAX: usize = 256;
-/// The most references that are followed in a parameter's schema.
-const REFERENCES_MAX: usize = 16;
 
 /// Whether a text begins with a tag.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -100,9 +103,14 @@ enum Head<'a> {
 fn up_to<'a>(text: &'a str, tag: &str) -> Option<Result<&'a str, ()>> {
     match text.find(tag) {
         Some(at) if at <= NAME_BYTES_MAX => Some(Ok(&text[..at])),
-        None if text.len() <= NAME_BYTES_MAX => Some(Err(())),
+        None if text.len() < NAME_BYTES_MAX + tag.len() => Some(Err(())),
         _ => None,
     }
+}
+
+/// Whether a tag's text may continue like this: a line feed or another tag in it ends it.
+fn is_in_tag(text: &str) -> bool {
+    !text.trim_start().contains(['<', '\n'])
 }
 
 fn is_name(text: &str) -> bool {
@@ -124,14 +132,14 @@ impl ElementTags {
             close => head.find(close),
         };
         let Some(len) = name_len else {
-            let is_possible = head.len() <= NAME_BYTES_MAX && (close.is_empty() || !head.contains(['<', '\n']));
+            let is_possible = head.len() <= NAME_BYTES_MAX + close.len() && (close.is_empty() || is_in_tag(head));
             return if is_possible { Start::Undecided } else { Start::NoCall };
         };
         let name = head[..len].trim();
         let elements = head[len + close.len()..].trim_start();
         let at = text.len() - elements.len();
         match self.follows(elements) {
-            _ if !is_name(name) => Start::NoCall,
+            _ if !is_name(name) || !is_in_tag(&head[..len]) || len > NAME_BYTES_MAX => Start::NoCall,
             Begins::Perhaps => Start::Undecided,
             Begins::No => Start::NoCall,
             Begins::Yes => {
@@ -167,17 +175,18 @@ impl ElementTags {
         let (open, close) = self.parameter;
         let after = &text[open.len()..];
         let name = match up_to(after, close) {
-            Some(Ok(name)) => name,
-            Some(Err(())) if !after.trim_start().contains(['<', '\n']) || close.starts_with('<') => return Head::Partial,
-            Some(Err(())) | None => return Head::Malformed,
+            Some(Ok(name)) if close.starts_with('<') || is_in_tag(name) => name,
+            Some(Err(())) if close.starts_with('<') || is_in_tag(after) => return Head::Partial,
+            _ => return Head::Malformed,
         };
         if !is_name(name.trim()) {
             return Head::Malformed;
         }
         let rest = &after[name.len() + close.len()..];
+        let sure = &rest[..rest.len() - partial_suffix(rest, &[self.value])];
         let attributes = match up_to(rest, self.value) {
-            Some(Ok(attributes)) if !attributes.contains('<') => attributes,
-            Some(Err(())) if !rest.trim_start().contains('\n') => return Head::Partial,
+            Some(Ok(attributes)) if is_in_tag(attributes) => attributes,
+            Some(Err(())) if is_in_tag(sure) => return Head::Partial,
             _ => return Head::Malformed,
         };
         let len = open.len() + name.len() + close.len() + attributes.len() + self.value.len();
@@ -260,7 +269,10 @@ impl ElementsReader {
             Progress::Complete(end)
         };
         match () {
-            () if rest.is_empty() && is_ended => return end(out, 0),
+            // The answer ends between elements, or within the end of the call.
+            () if is_ended && [tags.call_end, tags.calls_end].iter().any(|tag| tag.starts_with(rest)) => {
+                return end(out, rest.len());
+            }
             () if begins(rest, tags.call_end) == Begins::Yes => return end(out, tags.call_end.len()),
             () if begins(rest, tags.calls_end) == Begins::Yes => return end(out, 0),
             () if begins(rest, tags.parameter.0) == Begins::Yes => match tags.head(rest) {
@@ -268,16 +280,26 @@ impl ElementsReader {
                     self.begin(name, attributes, tool, out);
                     return Progress::Later(len);
                 }
-                Head::Partial if !is_ended => return Progress::Later(0),
-                Head::Partial | Head::Malformed => {}
+                Head::Partial if is_ended => return self.cut(rest, out),
+                Head::Partial => return Progress::Later(0),
+                Head::Malformed => {}
             },
-            () if tags.follows(rest) == Begins::Perhaps && !is_ended => return Progress::Later(0),
+            () if tags.follows(rest) == Begins::Perhaps => {
+                return if is_ended { self.cut(rest, out) } else { Progress::Later(0) };
+            }
             () => {}
         }
         let next = rest.char_indices().skip(1).find(|(at, _)| tags.follows(&rest[*at..]) != Begins::No);
         let len = next.map_or(rest.len(), |(at, _)| at);
         self.stray.push_str(&rest[..len]);
         Progress::Later(len)
+    }
+
+    /// Writes the beginning of an element within which the answer ends, so that the arguments do not look complete.
+    fn cut(&self, text: &str, out: &mut String) -> Progress {
+        out.push(if self.names.is_empty() { '{' } else { ',' });
+        out.push_str(text);
+        Progress::Later(0)
     }
 
     fn begin(&mut self, name: &str, attributes: &str, tool: Option<&Tool>, out: &mut String) {
@@ -291,7 +313,7 @@ impl ElementsReader {
         escape_text(name, out);
         out.push_str(if types == Types::TEXT { "\":\"" } else { "\":" });
         self.names.push(name.to_owned());
-        self.value = Some(ValueReader { types, has_begun: false, is_fresh: true });
+        self.value = Some(ValueReader { types, has_begun: !self.tags.has_own_lines, is_fresh: true });
     }
 
     /// Reads a value.
@@ -306,7 +328,9 @@ impl ElementsReader {
         }
         match self.stop(text, is_ended, tool) {
             Stop::At { at, next } => {
-                let part = text[..at].strip_suffix('\n').unwrap_or(&text[..at]);
+                // The line feed before the tag that ends the value, or that follows a value without one, is no part of the value.
+                let is_in_value = next > at && !self.tags.has_own_lines;
+                let part = text[..at].strip_suffix('\n').filter(|_| !is_in_value).unwrap_or(&text[..at]);
                 if types == Types::TEXT {
                     escape_text(part, out);
                     out.push('"');
@@ -335,6 +359,7 @@ impl ElementsReader {
 
     fn stop(&self, text: &str, is_ended: bool, tool: Option<&Tool>) -> Stop {
         let ElementTags { call_end, calls_end, parameter, value_end, .. } = self.tags;
+        let end = if call_end.is_empty() { calls_end } else { call_end };
         let is_fresh = self.value.as_ref().is_some_and(|value| value.is_fresh);
         let later = |at: usize| Stop::Later(at - usize::from(text[..at].ends_with('\n')));
         for (at, _) in text.match_indices('<') {
@@ -347,21 +372,21 @@ impl ElementsReader {
                     if after.is_empty() { Begins::Perhaps } else { self.tags.follows(after) }
                 }
                 _ if !begins_line => closing,
-                _ => match (begins(tail, parameter.0), begins(tail, call_end)) {
+                _ => match (begins(tail, parameter.0), begins(tail, end)) {
                     (Begins::Yes, _) => match self.tags.head(tail) {
                         Head::Parameter { name, .. } if self.is_next(name, tool) => Begins::Yes,
                         Head::Parameter { .. } | Head::Malformed => Begins::No,
                         Head::Partial => Begins::Perhaps,
                     },
                     (_, Begins::Yes) => {
-                        let after = tail[call_end.len()..].trim_start();
+                        let after = tail[end.len()..].trim_start();
                         if after.is_empty() { Begins::Perhaps } else { begins(after, calls_end) }
                     }
                     (Begins::No, Begins::No) => closing,
                     _ => Begins::Perhaps,
                 },
             };
-            let is_whole_tag = closing == Begins::Yes || (begins_line && begins(tail, call_end) == Begins::Yes);
+            let is_whole_tag = closing == Begins::Yes || (begins_line && begins(tail, end) == Begins::Yes);
             match ends_value {
                 Begins::Perhaps if !is_ended => return later(at),
                 Begins::Yes | Begins::Perhaps if ends_value == Begins::Yes || is_whole_tag => {
@@ -379,103 +404,4 @@ impl ElementsReader {
         let is_known = tool.is_some_and(|tool| tool.parameters["properties"].get(name).is_some());
         is_known && !self.names.iter().any(|known| known == name)
     }
-}
-
-/// The types that a schema allows. No type: it allows every type.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Types {
-    text: bool,
-    null: bool,
-    boolean: bool,
-    integer: bool,
-    number: bool,
-    list: bool,
-    object: bool,
-}
-
-impl Types {
-    const TEXT: Self =
-        Self { text: true, null: false, boolean: false, integer: false, number: false, list: false, object: false };
-
-    /// Returns the types of a tool's parameter. A parameter that the tool does not have is a text.
-    fn of(parameters: &Value, name: &str) -> Self {
-        let Some(schema) = parameters["properties"].get(name) else { return Self::TEXT };
-        let mut types = Self::default();
-        types.add(schema, parameters, &mut { REFERENCES_MAX });
-        types
-    }
-
-    fn add(&mut self, schema: &Value, root: &Value, references: &mut usize) {
-        if let Some(target) = schema["$ref"].as_str().and_then(|target| target.strip_prefix('#'))
-            && *references > 0
-        {
-            *references -= 1;
-            self.add(root.pointer(target).unwrap_or(&Value::Null), root, references);
-        }
-        match &schema["type"] {
-            Value::String(name) => self.add_named(name),
-            Value::Array(names) => names.iter().filter_map(Value::as_str).for_each(|name| self.add_named(name)),
-            _ => {}
-        }
-        schema["enum"].as_array().into_iter().flatten().chain(schema.get("const")).for_each(|value| self.add_of(value));
-        for list in ["anyOf", "oneOf", "allOf"] {
-            schema[list].as_array().into_iter().flatten().for_each(|schema| self.add(schema, root, references));
-        }
-    }
-
-    fn add_named(&mut self, name: &str) {
-        match name {
-            "string" => self.text = true,
-            "null" => self.null = true,
-            "boolean" => self.boolean = true,
-            "integer" => self.integer = true,
-            "number" => self.number = true,
-            "array" => self.list = true,
-            "object" => self.object = true,
-            _ => {}
-        }
-    }
-
-    fn add_of(&mut self, value: &Value) {
-        match value {
-            Value::Null => self.null = true,
-            Value::Bool(_) => self.boolean = true,
-            Value::Number(number) if number.is_f64() => self.number = true,
-            Value::Number(_) => self.integer = true,
-            Value::String(_) => self.text = true,
-            Value::Array(_) => self.list = true,
-            Value::Object(_) => self.object = true,
-        }
-    }
-
-    /// Converts a text to a value of these types. A text that is none remains a text.
-    fn typed(self, text: &str) -> Value {
-        let is_any = self == Self::default();
-        let trimmed = text.trim();
-        let word = match constant(trimmed) {
-            word if self.boolean && word.eq_ignore_ascii_case("true") => "true",
-            word if self.boolean && word.eq_ignore_ascii_case("false") => "false",
-            word => word,
-        };
-        let parsed = serde_json::from_str(word).ok().or_else(|| repaired(trimmed));
-        match parsed {
-            // Python's `None` is no value of another type.
-            Some(Value::Null) if is_any || self.null || !self.text => Value::Null,
-            Some(value @ Value::Bool(_)) if is_any || self.boolean => value,
-            Some(Value::Number(number)) if self.integer && !self.number && number.is_f64() => {
-                whole(&number).unwrap_or_else(|| text.into())
-            }
-            Some(value @ Value::Number(_)) if is_any || self.integer || self.number => value,
-            Some(value @ Value::Array(_)) if is_any || self.list => value,
-            Some(value @ Value::Object(_)) if is_any || self.object => value,
-            _ => text.into(),
-        }
-    }
-}
-
-/// Returns a number without a fraction as an integer.
-fn whole(number: &serde_json::Number) -> Option<Value> {
-    let float = number.as_f64()?;
-    let is_whole = float.fract() == 0.0 && float.abs() < 9e15;
-    is_whole.then(|| (float as i64).into())
 }

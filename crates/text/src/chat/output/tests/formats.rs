@@ -52,12 +52,48 @@ fn tags_within_a_value_belong_to_the_value() {
     // An element without a proper name is no argument.
     let unnamed = call("<parameter=number>7</parameter>\n<parameter=\necho hi\n</parameter>");
     check(&qwen, &unnamed, &["call 0 f", "arguments 0 {\"number\":7}", "text <parameter=\necho hi\n</parameter>"]);
+    // A line feed within a tag ends it.
+    check(&qwen, "<function=f\n></function>", &["text <function=f\n></function>"]);
+    let broken = call("<parameter=text\n>a</parameter>");
+    check(&qwen, &broken, &["call 0 f", "arguments 0 {}", "text <parameter=text\n>a</parameter>"]);
     // The answer ends within a value.
     check(&qwen, "<tool_call><function=f><parameter=text>\na</par", &["call 0 f", "arguments 0 {\"text\":\"a</par"]);
     check(&qwen, "<function=f><parameter=number>1", &["call 0 f", "arguments 0 {\"number\":1"]);
     let glm = format(ToolCallParser::Glm45);
     let said = "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>say </tool_call> now</arg_value>\n</tool_call>x";
     check(&glm, said, &["call 0 f", "arguments 0 {\"text\":\"say </tool_call> now\"}", "text x"]);
+    let unclosed = "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a\n</tool_call>";
+    check(&glm, unclosed, &["call 0 f", "arguments 0 {\"text\":\"a\"}"]);
+}
+
+#[test]
+fn call_that_ends_within_a_tag_does_not_look_complete() {
+    let qwen = format(ToolCallParser::Qwen3Coder);
+    for (end, arguments) in [
+        ("<parameter=te", "{<parameter=te"),
+        ("<parameter=text>\na\n</parameter>\n<para", "{\"text\":\"a\",<para"),
+        // The end of the call means nothing else.
+        ("<parameter=text>\na\n</parameter>\n</func", "{\"text\":\"a\"}"),
+        ("<parameter=text>\na\n</parameter>\n", "{\"text\":\"a\"}"),
+    ] {
+        check(&qwen, &format!("<function=f>\n{end}"), &["call 0 f", &format!("arguments 0 {arguments}")]);
+    }
+}
+
+#[test]
+fn line_feeds_around_a_value_belong_to_it_unless_the_template_writes_them() {
+    for (parser, begin, end) in [
+        (ToolCallParser::Glm45, "<tool_call>f<arg_key>text</arg_key><arg_value>", "</arg_value></tool_call>"),
+        (ToolCallParser::MinimaxM2, "<minimax:tool_call><invoke name=\"f\"><parameter name=\"text\">", "</parameter></invoke>"),
+        (
+            ToolCallParser::DeepseekV32,
+            "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"text\">",
+            "</｜DSML｜parameter></｜DSML｜invoke>",
+        ),
+        (ToolCallParser::Qwen3Coder, "<function=f><parameter=text>\n", "\n</parameter></function>"),
+    ] {
+        check(&format(parser), &format!("{begin}\na\n{end}"), &["call 0 f", "arguments 0 {\"text\":\"\\na\\n\"}"]);
+    }
 }
 
 #[test]
