@@ -195,8 +195,8 @@ impl ToolCallParser {
     pub(super) fn start(self, text: &str) -> Start {
         match self {
             Self::None | Self::Harmony => Start::NoCall,
-            Self::Hermes => object(text, &[TOOL_CALL_END]),
-            Self::Llama3Json | Self::Json => listed(text),
+            Self::Hermes => listed(text, &[TOOL_CALL_END]),
+            Self::Llama3Json | Self::Json => listed(text, &[]),
             Self::Mistral => mistral(text),
             Self::DeepseekV3 => marked::DEEPSEEK.start(text),
             Self::KimiK2 => marked::KIMI.start(text),
@@ -217,7 +217,8 @@ impl ToolCallParser {
         };
         let rest = &text[closed..];
         let after = match self {
-            Self::Hermes | Self::Qwen3Coder | Self::Glm45 => tag_end(rest, TOOL_CALL_END),
+            Self::Hermes => next_object(rest).unwrap_or_else(|| tag_end(rest, TOOL_CALL_END)),
+            Self::Qwen3Coder | Self::Glm45 => tag_end(rest, TOOL_CALL_END),
             Self::Gemma4 => tag_end(rest, CALL_GEMMA_END),
             Self::MinimaxM2 => elements::MINIMAX.after(rest),
             Self::DeepseekV32 => elements::DEEPSEEK_V32.after(rest),
@@ -240,12 +241,12 @@ impl ToolCallParser {
     }
 }
 
-/// Reads an object or the first object of a list.
-fn listed(text: &str) -> Start {
+/// Reads an object or the first object of a list. The tags `ends` end it even if it is not complete.
+fn listed(text: &str, ends: &'static [&'static str]) -> Start {
     let begun = text.trim_start();
     match begun.strip_prefix('[') {
-        Some(rest) => shifted(object(rest, &[]), text.len() - rest.len()),
-        None => object(text, &[]),
+        Some(rest) => shifted(object(rest, ends), text.len() - rest.len()),
+        None => object(text, ends),
     }
 }
 
@@ -255,7 +256,7 @@ fn mistral(text: &str) -> Start {
     const ARGUMENTS: &str = "[ARGS]";
     let begun = text.trim_start();
     if begun.is_empty() || begun.starts_with(['[', '{']) {
-        return listed(text);
+        return listed(text, &[]);
     }
     let is_name = |char: char| char.is_ascii_alphanumeric() || "_-.".contains(char);
     let rest = begun.trim_start_matches(is_name);
@@ -284,9 +285,19 @@ fn shifted(start: Start, by: usize) -> Start {
     }
 }
 
-/// Skips the closing tag of a call, and braces that a model has written once too often.
+/// Finds a further call before the closing tag; `None` if there is none.
+fn next_object(text: &str) -> Option<After> {
+    let rest = text.trim_start_matches(|char: char| char.is_whitespace() || "},".contains(char));
+    match rest.chars().next() {
+        None => Some(After::Undecided),
+        Some('{') => Some(After::Call(text.len() - rest.len())),
+        Some(_) => None,
+    }
+}
+
+/// Skips the closing tag of a call, and closing brackets before it, even those that a model has written once too often.
 fn tag_end(text: &str, tag: &str) -> After {
-    let rest = text.trim_start_matches(|char: char| char.is_whitespace() || char == '}');
+    let rest = text.trim_start_matches(|char: char| char.is_whitespace() || "}]".contains(char));
     let at = text.len() - rest.len();
     match rest.strip_prefix(tag) {
         Some(_) => After::Text(at + tag.len()),

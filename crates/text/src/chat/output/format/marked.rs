@@ -42,23 +42,30 @@ impl Marked {
         if self.call.starts_with(begun) && begun.len() < self.call.len() {
             return Start::Undecided;
         }
-        let undecided = || if text.len() > HEAD_BYTES_MAX { Start::NoCall } else { Start::Undecided };
+        let is_long = text.len() > HEAD_BYTES_MAX + self.call_end.len();
+        let undecided = || if is_long { Start::NoCall } else { Start::Undecided };
         let head = begun.strip_prefix(self.call).unwrap_or(begun);
         let Some((before, after)) = head.split_once(self.arguments) else { return undecided() };
-        let Some(brace) = after.find('{') else { return undecided() };
+        let (brace, end) = (after.find('{'), after.find(self.call_end));
+        // A call without arguments has none.
+        let Some(begin) = brace.into_iter().chain(end).min() else { return undecided() };
         // DeepSeek V3 has the name between the tag and the block of Markdown.
-        let (name, between) = match after[..brace].trim() {
+        let (name, between) = match after[..begin].trim() {
             "" => (before, ""),
             named => named.split_once('\n').unwrap_or((named, "")),
         };
-        let at = text.len() - after.len() + brace;
+        let at = text.len() - after.len() + begin;
         if at > HEAD_BYTES_MAX || !matches!(between.trim(), "" | "```json" | "```") {
             return Start::NoCall;
         }
         let name = name.trim();
         let name = name.strip_prefix("functions.").unwrap_or(name);
         let name = name.rsplit_once(':').filter(|(_, index)| index.parse::<u32>().is_ok()).map_or(name, |(name, _)| name);
-        Start::Call { name: name.to_owned(), at, arguments: ArgumentsReader::json(self.ends), nested: false }
+        let name = name.to_owned();
+        match brace {
+            Some(brace) if brace == begin => Start::Call { name, at, arguments: ArgumentsReader::json(self.ends), nested: false },
+            _ => Start::Whole { name, arguments: "{}".to_owned(), end: at },
+        }
     }
 
     pub(super) fn after(&self, text: &str) -> After {

@@ -97,6 +97,21 @@ fn line_feeds_around_a_value_belong_to_it_unless_the_template_writes_them() {
 }
 
 #[test]
+fn calls_without_arguments_and_lists_of_calls_are_parsed() {
+    let deepseek = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>";
+    let two = ["call 0 f", "arguments 0 {}", "call 1 f", "arguments 1 {}"];
+    check(&format(ToolCallParser::DeepseekV3), deepseek, &two);
+    let kimi = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|> <|tool_call_end|><|tool_calls_section_end|>x";
+    check(&format(ToolCallParser::KimiK2), kimi, &["call 0 f", "arguments 0 {}", "text x"]);
+    let hermes = format(ToolCallParser::Hermes);
+    let call = "{\"name\": \"f\", \"arguments\": {}}";
+    for between in [format!("{call}\n{call}\n"), format!("[{call}, {call}]")] {
+        check(&hermes, &format!("<tool_call>{between}</tool_call>"), &two);
+    }
+    check(&hermes, &format!("<tool_call>{call}, x"), &["call 0 f", "arguments 0 {}", "text , x"]);
+}
+
+#[test]
 fn text_arguments_between_tags_are_written_while_they_arrive() {
     let qwen = format(ToolCallParser::Qwen3Coder);
     let (mut parser, mut pieces) = (OutputParser::new(&qwen), Pieces::default());
