@@ -20,7 +20,7 @@ pub(super) fn start(text: &str) -> Start {
         return if CALL.starts_with(begun) { Start::Undecided } else { Start::NoCall };
     };
     match named.split_once('{') {
-        Some((name, rest)) if !name.contains(char::is_whitespace) => {
+        Some((name, rest)) if name.len() <= NAME_BYTES_MAX && !name.contains(char::is_whitespace) => {
             let arguments = ArgumentsReader::Gemma(GemmaReader::default());
             Start::Call { name: name.to_owned(), at: text.len() - rest.len() - 1, arguments, nested: false }
         }
@@ -37,6 +37,8 @@ pub(in crate::chat::output) struct GemmaReader {
     /// Whether a name may follow, not a value.
     expects_name: bool,
     in_text: bool,
+    /// Whether a comma was read, and nothing after it.
+    has_comma: bool,
     /// A name, number or constant so far.
     bare: String,
 }
@@ -62,6 +64,7 @@ impl GemmaReader {
                 at += len + QUOTE.len();
             } else if rest.starts_with(QUOTE) {
                 self.end_bare(out);
+                self.end_comma(out);
                 out.push('"');
                 self.in_text = true;
                 at += QUOTE.len();
@@ -89,18 +92,21 @@ impl GemmaReader {
         match char {
             '{' | '[' if self.bare.trim().is_empty() => {
                 self.closing.push(if char == '{' { '}' } else { ']' });
+                self.end_comma(out);
                 out.push(char);
                 self.expects_name = char == '{';
             }
             '}' | ']' => {
                 self.end_bare(out);
                 self.closing.pop();
+                // A comma before a closing bracket is dropped.
+                self.has_comma = false;
                 out.push(char);
                 return self.closing.is_empty();
             }
             ',' => {
                 self.end_bare(out);
-                out.push(',');
+                self.has_comma = true;
                 self.expects_name = self.closing.ends_with('}');
             }
             ':' if self.expects_name => {
@@ -113,11 +119,22 @@ impl GemmaReader {
         false
     }
 
+    fn end_comma(&mut self, out: &mut String) {
+        if std::mem::take(&mut self.has_comma) {
+            out.push(',');
+        }
+    }
+
     /// Writes a name as a string, and a value as what it is.
     fn end_bare(&mut self, out: &mut String) {
         let word = std::mem::take(&mut self.bare);
         let word = constant(word.trim());
-        if word.is_empty() || (!self.expects_name && serde_json::from_str::<Value>(word).is_ok()) {
+        if word.is_empty() {
+            return;
+        }
+        self.end_comma(out);
+        let is_json = |value: Value| value.is_string() || !self.expects_name;
+        if serde_json::from_str(word).is_ok_and(is_json) {
             out.push_str(word);
         } else {
             out.push('"');

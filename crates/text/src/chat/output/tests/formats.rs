@@ -191,6 +191,7 @@ fn calls_and_reasoning_in_the_format_of_gemma_4_are_parsed() {
             "<|tool_call>call:f{}<tool_call|><|tool_call>call:f{text:bare word}<tool_call|>",
             &["call 0 f", "arguments 0 {}", "call 1 f", "arguments 1 {\"text\":\"bare word\"}"],
         ),
+        ("<|tool_call>call:f{\"text\":\"a\",list:[1,],}<tool_call|>", &["call 0 f", "arguments 0 {\"text\":\"a\",\"list\":[1]}"]),
         ("<|tool_call>call:f{list:[1<tool_call|>x", &["call 0 f", "arguments 0 {\"list\":[1]}", "text x"]),
         ("<|tool_call>call:g{}<tool_call|>", &["text <|tool_call>call:g{}<tool_call|>"]),
         ("<|channel>thought", &["thought thought"]),
