@@ -53,7 +53,7 @@ impl MessageFormat {
                 Piece::Content(text) => {
                     let mut text = text.as_str();
                     if !self.open || !matches!(self.blocks.last(), Some(Block::Text(_))) {
-                        // A text after a call begins with a line feed, which separates it from the text before the call.
+                        // A text after another block begins with a line feed, which separates it from the text before that block.
                         text = text.strip_prefix('\n').filter(|_| !self.blocks.is_empty()).unwrap_or(text);
                         self.begin(context, out, Block::Text(String::new()));
                     }

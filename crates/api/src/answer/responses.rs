@@ -82,9 +82,9 @@ impl ResponseFormat {
                     self.grow(context, out, &text, Vec::new());
                 }
                 Piece::Content(text) => {
-                    // A text after a call begins with a line feed, which separates it from the text before the call.
-                    let follows_call = self.items.last().is_some_and(|item| matches!(item.content, ItemContent::Call { .. }));
-                    let text = text.strip_prefix('\n').filter(|_| follows_call).unwrap_or(&text);
+                    // A text after another item begins with a line feed, which separates it from the text before that item.
+                    let is_next = self.items.last().is_some_and(|item| !matches!(item.content, ItemContent::Message));
+                    let text = text.strip_prefix('\n').filter(|_| is_next).unwrap_or(&text);
                     self.continue_with(context, out, ItemContent::Message);
                     self.grow(context, out, text, logprobs.take().unwrap_or_default());
                 }

@@ -37,6 +37,12 @@ pub(super) struct Harmony {
     state: MessageState,
     /// The text that is not processed yet.
     held: String,
+    /// Whether a message of reasoning had text so far.
+    has_reasoning: bool,
+    /// Whether another message had text so far.
+    has_content: bool,
+    /// Whether the message has no text so far.
+    is_new: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,6 +101,7 @@ impl Harmony {
                 ("analysis", None) => MessageState::Reasoning,
                 _ => MessageState::Content,
             };
+            self.is_new = true;
             self.held = body.to_owned();
             return !self.held.is_empty();
         }
@@ -111,13 +118,18 @@ impl Harmony {
         !self.held.is_empty()
     }
 
-    fn body(&self, text: &str, visit: &mut impl FnMut(HarmonyPart<'_>)) {
-        match self.state {
-            _ if text.is_empty() => {}
-            MessageState::Reasoning => visit(HarmonyPart::Reasoning(text)),
-            MessageState::Call => visit(HarmonyPart::Arguments(text)),
-            MessageState::Header | MessageState::Content => visit(HarmonyPart::Content(text)),
-        }
+    /// Visits a text of a message. A line feed separates it from the text of an earlier message of its kind.
+    fn body(&mut self, text: &str, visit: &mut impl FnMut(HarmonyPart<'_>)) {
+        let has_text = match self.state {
+            _ if text.is_empty() => return,
+            MessageState::Call => return visit(HarmonyPart::Arguments(text)),
+            MessageState::Reasoning => &mut self.has_reasoning,
+            MessageState::Header | MessageState::Content => &mut self.has_content,
+        };
+        let separator = if std::mem::take(&mut self.is_new) && *has_text { "\n" } else { "" };
+        *has_text = true;
+        let text = format!("{separator}{text}");
+        visit(if self.is_reasoning() { HarmonyPart::Reasoning(&text) } else { HarmonyPart::Content(&text) });
     }
 }
 

@@ -220,6 +220,11 @@ fn messages_of_harmony_are_reasoning_content_and_calls() {
             &["text I will call it.", "call 0 f", "arguments 0 {\"a\": "],
         ),
         ("<|channel|>commentary to=functions.g<|message|>{}<|call|>", &["text {}"]),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>\
+             <|start|>assistant<|channel|>commentary<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d<|return|>",
+            &["thought a\nb", "text c\nd"],
+        ),
         ("no header", &["text no header"]),
         ("<|channel|>final<|message|>a < b", &["text a < b"]),
         ("<|chan", &[]),
