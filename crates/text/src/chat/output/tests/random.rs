@@ -108,6 +108,16 @@ fn answers() -> impl Strategy<Value = ((ToolCallParser, ReasoningParser, bool), 
     })
 }
 
+/// Returns a tag as the name of a special token, and any other text as it is.
+fn named(part: &str) -> String {
+    let is_tag = part.len() > 3 && part.starts_with(['<', '[']);
+    format!("{}{part}", if is_tag { "\0" } else { "" })
+}
+
+fn chars_of(text: &str) -> Vec<&str> {
+    text.split("").filter(|char| !char.is_empty()).collect()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_000))]
 
@@ -120,10 +130,13 @@ proptest! {
         let whole = split(&format, [&*text]);
         prop_assert_eq!(&split(&format, parts.iter().copied()), &whole, "in parts: {}", text);
         let cuts: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
-        let chars = cuts.windows(2).map(|window| &text[window[0]..window[1]]);
-        prop_assert_eq!(&split(&format, chars), &whole, "the characters of {}", text);
+        prop_assert_eq!(&split(&format, chars_of(&text)), &whole, "the characters of {}", text);
         let (first, second) = text.split_at(cuts[cut.index(cuts.len())]);
         prop_assert_eq!(&split(&format, [first, second]), &whole, "in two: {} {}", first, second);
+        // The same if tags are special tokens.
+        let named: Vec<String> = parts.iter().map(|part| named(part)).collect();
+        let chars = named.iter().flat_map(|part| if part.starts_with('\0') { vec![&**part] } else { chars_of(part) });
+        prop_assert_eq!(split(&format, chars), split(&format, named.iter().map(String::as_str)), "{:?}", named);
         if !whole.iter().any(|delta| delta.starts_with("call")) && parser != ToolCallParser::Harmony {
             let shown: String = whole.iter().map(|delta| delta.split_once(' ').map_or("", |(_, text)| text)).collect();
             let count = |text: &str, char: char| text.matches(char).count();
