@@ -245,16 +245,16 @@ Measured by `{command}` (`--write` writes this page), {load_note}; {load}.
 - Machine: {machine()}
 - Versions: Tandem at {commit}, {output('rustc', '--version')}.
 
-The clusters run all the time and are measured alternately: {arguments.rounds} rounds, every second one in the reverse order; in a round all receive the same
-prompt, which none has seen before. TTFT is the client's. Figures are medians and, in brackets, the least and the most; a ratio is the
-median of the ratios of single rounds. *Remote*: `--prefill remote`, a prefill worker computes the prompt and its KV travels to the decode
-worker. *Local*: `--prefill local`. *Not overlapped*: `--prefill-chunk-budget {ONE_CHUNK}`, so that the prompt is one chunk and its KV
-is sent when all of it is computed; compared with the local prefill of the same one chunk.
+All clusters run all the time. In each of {arguments.rounds} rounds all receive the same new prompt, one after the other; every second round has the reverse
+order. TTFT is measured by the client. Figures are medians and, in brackets, the least and the most; a ratio is the median of the rounds'
+ratios. *Remote*: with `--prefill remote`, a prefill worker computes the prompt and sends its KV to the decode worker. *Local*: with
+`--prefill local`, the decode worker computes the prompt. *Not overlapped*: with `--prefill-chunk-budget {ONE_CHUNK}`, the prompt is one chunk,
+and its KV is sent when all of it is computed; the comparison is with a local prefill of one chunk.
 
 {first_tokens_table(times, report)}
 
-Memory is that of the first cluster: when it was ready, and after distinct prompts had filled every worker's KV memory of 16,384 tokens
-(360 MiB): {held}.
+Memory is that of the first cluster when it was ready, and after distinct prompts had filled each worker's KV memory of 16,384 tokens
+(360 MiB). Its blocks were then: {held}.
 
 {memory_table(ready, filled, report)}
 """

@@ -297,17 +297,17 @@ all other work took {others_share:.1%} of the processors until the second table.
 - Machine: {machine()}
 - Versions: {versions(sides)}
 
-Both sides are long-lived processes and alternate: {arguments.rounds} rounds of ours, then theirs, in the reverse order in every second
-one. Figures are medians and, in brackets, the least and the most; a ratio is the median of the ratios of single rounds. A prefill
-computes logits for the last token, decoding for every token. llama.cpp runs with the fastest of its settings for the workload (flash
-attention or not; for several sequences, one KV buffer or one each).
+Both sides are long-lived processes. In each of {arguments.rounds} rounds ours computes and then theirs; every second round has the reverse order. Figures are
+medians and, in brackets, the least and the most; a ratio is the median of the rounds' ratios. A prefill computes logits for the last token,
+decoding for every token. llama.cpp runs with its fastest settings for the workload (with or without flash attention; for several
+sequences, with one KV buffer or with one for each).
 
 {quiet}
 
 ## On a busy machine
 
-The same with one busy loop for each processor, with alternating quiet and busy rounds. A fair share of {len(os.sched_getaffinity(0))} processors
-with as many busy loops is two thirds for one thread and a half for two.
+Quiet rounds alternate with busy ones, in which each processor also runs a busy loop. With {len(os.sched_getaffinity(0))} processors and as many busy loops, a fair
+scheduler would leave one thread two thirds of its quiet speed, and two threads a half.
 
 {busy}
 """

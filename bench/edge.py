@@ -394,7 +394,7 @@ def document(arguments, servers, texts):
     if found:
         client = statistics.median(one.client_ms for _, of in found.values() for each in of.values() for one in each)
         rows = [report.row(load, *of.values()) for load, of in found.values()]
-        parts.append(f"""The client took {client:.2f} ms of CPU for a request (median).
+        parts.append(f"""The client took {client:.2f} ms of CPU for each request (median).
 
 | load | clients | prompt tokens, cached | CPU a request, ms | ratio | requests/s | ratio | whole answer, ms | errors | goals |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|---|
@@ -412,15 +412,15 @@ def document(arguments, servers, texts):
 
 Measured by `{command}` (`--write` writes this page); {load_note}.
 
-- Tandem: a frontend, a router and {WORKERS} decode workers that prefill their prompts themselves, each a process; `--engine sim --sim-speedup 1e12`, so that they compute nothing.
-- Dynamo 1.6.1: a frontend (`--router-mode kv`) and a mocker with {WORKERS} workers (`--speedup-ratio 1e12`); planes: file, TCP, ZMQ. It writes a line of its log for each request, whatever DYN_LOG says.
-- Both: the tokenizer and chat template of {pathlib.Path(arguments.model).name}, blocks of 16 tokens, {KV_TOKENS:,} tokens of KV a worker; answers of {ANSWER} tokens, streamed.
+- Tandem: a frontend, a router and {WORKERS} decode workers, which also prefill; each is a process. The workers compute nothing (`--engine sim --sim-speedup 1e12`).
+- Dynamo 1.6.1: a frontend (`--router-mode kv`) and a mocker with {WORKERS} workers (`--speedup-ratio 1e12`); discovery by files, requests over TCP, events over ZMQ. It logs each request, whatever `DYN_LOG` says.
+- Both: the tokenizer and chat template of {pathlib.Path(arguments.model).name}, blocks of 16 tokens, {KV_TOKENS:,} tokens of KV in each worker, streamed answers of {ANSWER} tokens.
 - Machine: {machine()}
 - Versions: Tandem at {commit}, {output('rustc', '--version')}.
 
-Both clusters run all the time, and the same requests are sent to both in turns: {arguments.rounds} rounds, every second one in the reverse order. Pairs of figures are Tandem / Dynamo, medians of the rounds; a ratio is the
-median (least..most) of the ratios of single rounds. CPU is that of the frontend and, for Tandem, the router. Workers, client and frontends share the processors, so requests/s are those of the whole machine.
-The client acknowledges packets at once, except the *plain* one; the time of the whole answer includes the worker's own.
+Both clusters run all the time. Each of {arguments.rounds} rounds sends the same requests to one and then to the other; every second round has the reverse order. Pairs of figures are Tandem / Dynamo, medians of the rounds; a ratio is the
+median (least..most) of the rounds' ratios. CPU is that of the frontend and, for Tandem, of the router. Workers, client and frontends share the processors, so requests/s are those of the whole machine.
+The client acknowledges packets at once, except the *plain* one. The time of a whole answer includes the worker's time.
 
 {(chr(10) * 2).join(parts)}
 """

@@ -146,6 +146,7 @@ scripts() {
 
 part "tools" tools
 part "scripts" scripts
+part "release files" ci/package.sh check
 part "dependencies" dependencies
 part "oldest Rust" oldest_rust
 part "format" cargo fmt --all --check

@@ -3,7 +3,7 @@
 use crate::{client::ClientStream, failure::DecodeEnd, worker::in_time};
 use std::time::Duration;
 use tandem_proto::{
-    channel::{Channels, MESSAGE_BYTES_MAX, has_ended},
+    channel::{Channels, MESSAGE_BYTES_MAX, has_ended, status_text},
     v1::{
         Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket,
         TransferCapabilities, Waiting, WorkerRef, generate_reply, prefill_client::PrefillClient, prefill_reply,
@@ -48,7 +48,7 @@ impl RemotePrefill {
             .prefill(ReceiverStream::new(receiver))
             .await
             .map_err(|status| {
-                tracing::debug!(%status, "the prefill worker did not accept the stream");
+                tracing::debug!("the prefill worker did not accept the stream: {}", status_text(&status));
                 lost()
             })?
             .into_inner();
@@ -82,7 +82,7 @@ impl RemotePrefill {
     pub(crate) async fn next(&mut self) -> Result<PrefillNews, DecodeEnd> {
         loop {
             let reply = self.replies.message().await.map_err(|status| {
-                tracing::debug!(%status, "the stream from the prefill worker was interrupted");
+                tracing::debug!("the stream from the prefill worker was interrupted: {}", status_text(&status));
                 if has_ended(&status) { DecodeEnd::PrefillGone { prefill: self.instance_id.clone() } } else { self.lost() }
             })?;
             return match reply.ok_or_else(|| self.lost())?.message {

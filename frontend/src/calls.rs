@@ -51,6 +51,9 @@ struct CallRecord {
 struct Line {
     at: String,
     request_id: String,
+    /// The id that the client gave to the call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    client_request_id: Option<String>,
     /// The key's name; `None`: the call has no valid key, or the frontend has no keys.
     key: Option<String>,
     /// `None`: the call has no account.
@@ -72,9 +75,10 @@ struct Line {
 }
 
 /// The head of a call.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct CallHead<'a> {
     pub(crate) request_id: &'a str,
+    pub(crate) client_request_id: Option<Arc<str>>,
     pub(crate) method: &'a str,
     pub(crate) path: &'a str,
     pub(crate) peer: Option<ClientNetwork>,
@@ -125,6 +129,7 @@ impl Call {
             let line = Line {
                 at: timestamp(),
                 request_id: head.request_id.to_owned(),
+                client_request_id: head.client_request_id.map(|id| (*id).to_owned()),
                 key: key.as_ref().map(|key| key.entry.name.clone()),
                 account: key.as_ref().map(|key| key.entry.account().to_owned()),
                 method: head.method.to_owned(),
@@ -223,7 +228,7 @@ mod tests {
 
     fn call(log: &CallLog, peer: u32, status: StatusCode) {
         let peer = Some(ClientNetwork::from(IpAddr::from(peer.to_be_bytes())));
-        let head = CallHead { request_id: "r", method: "GET", path: "/v1/models", peer };
+        let head = CallHead { request_id: "r", client_request_id: None, method: "GET", path: "/v1/models", peer };
         Call::begin(None, Some(log), head).answered(status);
     }
 

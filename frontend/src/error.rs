@@ -76,6 +76,8 @@ pub(crate) enum ApiError {
     AdminExplains,
     #[error("Too many connections are open; try again shortly, or reuse an open connection.")]
     Connections,
+    #[error("This server is starting{}{step}; try again shortly.", if .step.is_empty() { "" } else { ": " })]
+    Starting { step: String },
     #[error("Too many requests are running; try again shortly.")]
     Overloaded,
     #[error(
@@ -134,6 +136,7 @@ impl ApiError {
             Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
             Self::Origin => client(StatusCode::FORBIDDEN, None, Some("foreign_origin")),
             Self::Connections => unavailable("too_many_connections"),
+            Self::Starting { .. } => unavailable("starting"),
             Self::Overloaded => unavailable("overloaded"),
             Self::TooManySequences { .. } => bad(Some("n"), Some("too_many_sequences")),
             Self::ClientLimit { .. } => limited(Some(1)),
@@ -151,7 +154,7 @@ impl ApiError {
                 DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),
                 DispatchError::Timeout { .. } => server(StatusCode::GATEWAY_TIMEOUT, "first_token_timeout"),
                 DispatchError::Lost { .. } => unavailable("worker_lost"),
-                DispatchError::EndsWorkers => failed("request_ends_workers"),
+                DispatchError::EndsWorkers { .. } => failed("request_ends_workers"),
                 DispatchError::Stopped => unavailable("draining"),
             },
         }
@@ -188,7 +191,7 @@ struct Parts<'a> {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let parts = self.parts();
-        let is_final = matches!(self, Self::Dispatch(DispatchError::EndsWorkers))
+        let is_final = matches!(self, Self::Dispatch(DispatchError::EndsWorkers { .. }))
             || (parts.status == StatusCode::TOO_MANY_REQUESTS && parts.retry_after.is_none());
         let mut response = (parts.status, Json(self.failure().body())).into_response();
         let headers = response.headers_mut();

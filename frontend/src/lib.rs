@@ -24,6 +24,7 @@ mod usage;
 
 pub use audit::{AuditResult, AuditResultError};
 pub use axum::http::HeaderName;
+pub use http::starting::StartingAnswers;
 pub use ipnet::IpNet;
 pub use keys::{ApiKey, ApiKeyFile, ApiKeyFileError, ApiKeys, KeyCache, KeyHash};
 pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};

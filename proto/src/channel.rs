@@ -8,7 +8,7 @@ mod network;
 mod peer;
 mod tls;
 
-pub use ended::has_ended;
+pub use ended::{has_ended, status_text};
 pub use guard::{Bearer, Channel, OnRefused};
 pub use network::{Arrivals, Dial, Listener, Network};
 pub use peer::{Peer, PeerRole};

@@ -28,7 +28,7 @@ pub(crate) struct BookedAnswer {
 pub(crate) struct Length {
     pub(crate) expected: f64,
     pub(crate) min: u32,
-    /// 0: not known.
+    /// The limit on the length; 0: not known.
     pub(crate) max: u32,
 }
 

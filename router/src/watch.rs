@@ -5,9 +5,12 @@ use crate::{
     replication::ReplicationError,
     subscription::SubscriptionError,
 };
-use std::{convert::Infallible, sync::Arc, time::Duration};
+use std::{convert::Infallible, error::Error, sync::Arc, time::Duration};
 use tandem_process::{Backoff, retry::error_chain};
-use tandem_proto::channel::{Channel, Network};
+use tandem_proto::{
+    channel::{Channel, Network},
+    v1::FailureReason,
+};
 use tokio::time::{sleep, timeout};
 use tonic::{Status, transport::Endpoint};
 
@@ -25,8 +28,13 @@ const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 pub(crate) enum ConnectionEnd {
     #[error("the router cannot connect to the remote process")]
     Unreachable(#[from] tonic::transport::Error),
+    #[error("the connection ended, as when the process was killed, or its host or the network is gone")]
+    Broken(#[source] Status),
     #[error("the remote process answered with an error")]
-    Failed(#[from] Status),
+    Failed(#[source] Status),
+    /// The end of a worker that was a member.
+    #[error(transparent)]
+    Lost(Box<LostMember>),
     #[error("the remote process did not answer within {0:?}")]
     Silent(Duration),
     #[error("the remote process closed the stream")]
@@ -39,6 +47,30 @@ pub(crate) enum ConnectionEnd {
     InvalidBookings(#[from] ReplicationError),
     #[error("the address is this router's own")]
     Itself,
+}
+
+/// A worker that was a member until its connection ended.
+#[derive(Debug, thiserror::Error)]
+#[error("{end}")]
+pub(crate) struct LostMember {
+    pub(crate) worker_id: String,
+    pub(crate) instance_id: String,
+    #[source]
+    pub(crate) end: ConnectionEnd,
+}
+
+impl From<Status> for ConnectionEnd {
+    fn from(status: Status) -> Self {
+        // Only the status of a failed connection has a cause.
+        if status.source().is_some() { Self::Broken(status) } else { Self::Failed(status) }
+    }
+}
+
+impl ConnectionEnd {
+    /// Whether the process ends as planned: it finishes its work, and takes no more.
+    pub(crate) fn is_planned(&self) -> bool {
+        matches!(self, Self::Failed(status) if FailureReason::of_refusal(status) == Some(FailureReason::Draining))
+    }
 }
 
 /// A worker or peer router to connect to.

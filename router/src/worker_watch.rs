@@ -9,7 +9,7 @@ use crate::{
     cluster::{Cluster, JoinError, MemberId},
     metrics::WorkerSeries,
     subscription::{CacheUpdate, EventRoute, KvSubscription, SubscriptionError},
-    watch::{ConnectionEnd, Reason, RemoteProcess, Watch},
+    watch::{ConnectionEnd, LostMember, Reason, RemoteProcess, Watch},
 };
 use std::{convert::Infallible, time::Duration};
 use tandem_kv::Snapshot;
@@ -59,40 +59,23 @@ impl Watch for WorkerWatcher {
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, ConnectionEnd> {
         let Self(remote) = self;
         let mut control = ControlClient::new(remote.connect().await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
-        let info = remote.in_time(control.describe(DescribeRequest {})).await?.map_err(not_described)?.into_inner();
+        // The worker writes it to its own log.
+        let refusal = remote.cluster.lock().unavailable.refusal(&remote.address);
+        let info = remote.in_time(control.describe(DescribeRequest { refusal })).await?.map_err(not_described)?.into_inner();
         let series = {
             let state = remote.cluster.lock();
             state.check_joinable(&info)?;
             state.metrics.worker(&info.worker_id)
         };
         let mut connection = WorkerConnection { remote, backoff, control, info, series, member: None };
-        let mut use_nats_at = Instant::now();
-        loop {
-            let resync = match &remote.cluster.settings.broker {
-                Some(broker) if broker.is_connected() && Instant::now() >= use_nats_at => {
-                    connection.receive_over_nats(broker).await?
-                }
-                broker => connection.receive_direct(broker.as_ref(), use_nats_at).await?,
-            };
-            match resync {
-                Resync::Gap => connection.pause_after_gap().await,
-                Resync::NoDelivery => {
-                    tracing::warn!(
-                        worker = %remote.address,
-                        "NATS delivers none of this worker's KV events, so the router reads them directly; \
-                         check the NATS permissions of worker and router"
-                    );
-                    use_nats_at = Instant::now() + NO_DELIVERY_PAUSE;
-                }
-                Resync::NatsDisconnected => use_nats_at = Instant::now() + DISCONNECTED_PAUSE,
-                Resync::NatsConnected => {}
-            }
-        }
+        let Err(end) = connection.follow().await;
+        Err(connection.ended(end))
     }
 
     fn on_lost(&self, lost: &ConnectionEnd, reason: Reason) {
         let Self(RemoteProcess { cluster, address, .. }) = self;
         match lost {
+            ConnectionEnd::Lost(lost) => log_lost(address, lost, &reason.text),
             _ if !reason.is_new => tracing::debug!(worker = %address, "worker still unavailable: {}", reason.text),
             ConnectionEnd::Incompatible(_) | ConnectionEnd::InvalidEvents(_) => {
                 tracing::warn!(worker = %address, "worker unavailable: {}", reason.text)
@@ -102,6 +85,18 @@ impl Watch for WorkerWatcher {
         let incompatible = matches!(lost, ConnectionEnd::Incompatible(_));
         let worker = UnavailableWorker { address: address.clone(), reason: reason.text, incompatible };
         cluster.lock().update_unavailable(|workers| workers.insert(worker));
+    }
+}
+
+/// Logs that the worker is no longer a member.
+fn log_lost(address: &str, LostMember { worker_id, instance_id, end }: &LostMember, reason: &str) {
+    if end.is_planned() {
+        tracing::info!(worker_id, instance_id, %address, "worker drains: it finishes its requests, and new ones go to other workers");
+    } else {
+        tracing::warn!(
+            worker_id, instance_id, %address,
+            "worker lost: {reason}; requests go to other workers, and the router connects again each second"
+        );
     }
 }
 
@@ -132,6 +127,38 @@ struct WorkerConnection<'a> {
 }
 
 impl WorkerConnection<'_> {
+    async fn follow(&mut self) -> Result<Infallible, ConnectionEnd> {
+        let remote = self.remote;
+        let mut use_nats_at = Instant::now();
+        loop {
+            let resync = match &remote.cluster.settings.broker {
+                Some(broker) if broker.is_connected() && Instant::now() >= use_nats_at => self.receive_over_nats(broker).await?,
+                broker => self.receive_direct(broker.as_ref(), use_nats_at).await?,
+            };
+            match resync {
+                Resync::Gap => self.pause_after_gap().await,
+                Resync::NoDelivery => {
+                    tracing::warn!(
+                        worker = %remote.address,
+                        "NATS delivers none of this worker's KV events, so the router reads them directly; \
+                         check the NATS permissions of worker and router"
+                    );
+                    use_nats_at = Instant::now() + NO_DELIVERY_PAUSE;
+                }
+                Resync::NatsDisconnected => use_nats_at = Instant::now() + DISCONNECTED_PAUSE,
+                Resync::NatsConnected => {}
+            }
+        }
+    }
+
+    /// Removes the worker from the members. Returns the error that says whether it was one.
+    fn ended(&mut self, end: ConnectionEnd) -> ConnectionEnd {
+        let Some(id) = self.member.take() else { return end };
+        self.remote.cluster.leave(id);
+        let WorkerInfo { worker_id, instance_id, .. } = self.info.clone();
+        ConnectionEnd::Lost(Box::new(LostMember { worker_id, instance_id, end }))
+    }
+
     /// Receives snapshot, events and loads on the worker's stream until NATS can be used.
     async fn receive_direct(&mut self, broker: Option<&Broker>, use_nats_at: Instant) -> Result<Resync, ConnectionEnd> {
         let mut replies = self.watch(EventRoute::Direct).await?;
@@ -276,6 +303,7 @@ impl WorkerConnection<'_> {
     }
 }
 
+/// The worker is no longer listed, or the router ends.
 impl Drop for WorkerConnection<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.member {

@@ -136,7 +136,7 @@ impl Decode for Relay {
             loop {
                 if let Some(end) = unread.windows(2).position(|bytes| bytes == b"\n\n") {
                     let event: Vec<u8> = unread.drain(..end + 2).collect();
-                    // Another line is the mark of the end.
+                    // Any other line marks the end of the answer.
                     let decoded = event.strip_prefix(b"data: ").and_then(|json| serde_json::from_slice::<Answer>(json).ok());
                     let ids = decoded.into_iter().flat_map(|answer| answer.choices).flat_map(|choice| choice.token_ids);
                     let tokens = ids.map(|token| Token { token, ..Token::default() }).collect();
@@ -185,7 +185,7 @@ struct Cost {
 async fn measure(url: String, worker: SocketAddr, relay: SocketAddr) -> Result<()> {
     let connect = async |address: SocketAddr| anyhow::Ok(Network::default().connect(&endpoint(&address.to_string())?).await?);
     let channel = connect(worker).await?;
-    let instance_id = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await?.into_inner().instance_id;
+    let instance_id = ControlClient::new(channel.clone()).describe(DescribeRequest::default()).await?.into_inner().instance_id;
     let client =
         |channel, threads, instance_id| Client { channel, threads, instance_id, http: reqwest::Client::new(), url: url.clone() };
     let relay = client(connect(relay).await?, RELAY_THREADS, String::new());
@@ -307,7 +307,7 @@ fn cpu_time(threads: &str) -> Result<Duration> {
         if fs::read_to_string(folder.join("comm"))?.trim_end() == threads {
             // The first number is the time on a processor, in nanoseconds.
             let times = fs::read_to_string(folder.join("schedstat"))?;
-            nanoseconds += times.split(' ').next().context("the file has three numbers")?.parse::<u64>()?;
+            nanoseconds += times.split(' ').next().context("the file does not have three numbers")?.parse::<u64>()?;
         }
     }
     Ok(Duration::from_nanos(nanoseconds))

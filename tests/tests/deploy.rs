@@ -1,5 +1,5 @@
 //! Checks that all services of `deploy/docker-compose.yml` and `deploy/docker-compose.vllm.yml` are hardened, and that the settings in the
-//! second file exist; the same of the Helm chart. The scripts for passwords run against a real etcd and a real NATS.
+//! second file exist. Checks the Helm chart in the same way. The scripts for passwords run against a real etcd and a real NATS.
 
 #[path = "deploy/chart.rs"]
 mod chart;
@@ -152,7 +152,7 @@ fn each_service_reads_the_certificate_of_its_own_role() -> Result<()> {
         if service["environment"]["TANDEM_CLUSTER_KEY_FILE"].is_null() {
             continue;
         }
-        let role = service["command"][0].as_str().context("a role")?.to_owned();
+        let role = service["command"][0].as_str().context("there is no role")?.to_owned();
         ensure!(
             service["environment"]["TANDEM_CONFIG"] == format!("{SETTINGS}/${{TANDEM_MTLS:-off}}.toml"),
             "{name}: TANDEM_CONFIG"
@@ -179,14 +179,14 @@ fn each_service_reads_the_certificate_of_its_own_role() -> Result<()> {
 
 fn with_defaults(text: &str) -> Result<String> {
     let Some((before, rest)) = text.split_once("${") else { return Ok(text.to_owned()) };
-    let (variable, after) = rest.split_once('}').context("a variable ends with a brace")?;
+    let (variable, after) = rest.split_once('}').context("a variable has no closing brace")?;
     let (_, default) = variable.split_once(":-").with_context(|| format!("{variable} has no default"))?;
     Ok(format!("{before}{default}{}", with_defaults(after)?))
 }
 
 fn texts(list: &Value) -> Result<Vec<String>> {
-    let text = |item: &Value| with_defaults(item.as_str().context("a text")?);
-    list.as_array().context("a list")?.iter().map(text).collect()
+    let text = |item: &Value| with_defaults(item.as_str().context("the value is not a text")?);
+    list.as_array().context("the value is not a list")?.iter().map(text).collect()
 }
 
 fn value(value: &Value) -> Result<String> {
@@ -211,7 +211,7 @@ fn with_variables(mut command: Vec<String>, variables: &BTreeMap<String, String>
         let has_variable = |arg: &&clap::Arg| arg.get_env().is_some_and(|env| env == variable.as_str());
         let arg =
             role.get_arguments().find(has_variable).with_context(|| format!("{variable} is no setting of {}", command[0]))?;
-        let flag = format!("--{}", arg.get_long().context("each setting has a flag")?);
+        let flag = format!("--{}", arg.get_long().context("a setting has no flag")?);
         if arg.get_action().takes_values() {
             command.extend([flag, setting.clone()]);
         } else {
@@ -233,7 +233,7 @@ fn settings_of_vllm_services_exist_and_are_valid() -> Result<()> {
         }
         let command = texts(&service["command"])?;
         roles.insert(command[0].clone());
-        let variables = service["environment"].as_object().context("settings")?.iter();
+        let variables = service["environment"].as_object().context("there are no settings")?.iter();
         let in_container = format!("{SETTINGS}/");
         let here = format!("{}/", deploy("mtls").display());
         let variables = variables.map(|(name, setting)| Ok((name.clone(), value(setting)?.replace(&in_container, &here))));
@@ -254,11 +254,14 @@ fn each_vllm_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> R
     for (name, service) in &services {
         let command = texts(&service["command"]).unwrap_or_default();
         let Some(url) = command.iter().skip_while(|arg| *arg != "--engine-url").nth(1) else { continue };
-        let engine = url.strip_prefix("http://").and_then(|url| url.strip_suffix(":8000")).context("the URL of a service")?;
+        let engine = url
+            .strip_prefix("http://")
+            .and_then(|url| url.strip_suffix(":8000"))
+            .context("the setting is not the URL of a service")?;
         ensure!(engines.contains(engine) && driven.insert(engine.to_owned()), "{name}: {url}");
         ensure!(!on(name).is_disjoint(&on(engine)), "{name} cannot reach {engine}");
         let sequences = &service["environment"]["TANDEM_BATCH_MAX"];
-        let flags = services[engine]["command"].as_array().context("flags")?;
+        let flags = services[engine]["command"].as_array().context("there are no flags")?;
         ensure!(flags.iter().skip_while(|flag| *flag != "--max-num-seqs").nth(1) == Some(sequences), "{name}: {sequences}");
     }
     ensure!(driven.len() == engines.len(), "only {driven:?} have workers");
@@ -268,7 +271,7 @@ fn each_vllm_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> R
             ensure!(on(engine).is_disjoint(&on(other)), "{engine} can reach {other}");
         }
         let environment = &services[*engine]["environment"];
-        let host = environment["VLLM_NIXL_SIDE_CHANNEL_HOST"].as_str().context("an address")?;
+        let host = environment["VLLM_NIXL_SIDE_CHANNEL_HOST"].as_str().context("there is no address")?;
         ensure!(
             services[*engine]["networks"]["engines"]["ipv4_address"] == *host,
             "{engine}: {host} is not the engine's address"
@@ -304,7 +307,7 @@ fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
         ensure!(secret.len() >= 64 && secret != fs::read_to_string(other.join(name))?, "{name} is not random");
     }
     let nats = fs::read_to_string(one.join("nats.conf"))?;
-    ensure!(nats.contains(&fs::read_to_string(one.join("nats_password"))?), "NATS has another password");
+    ensure!(nats.contains(&fs::read_to_string(one.join("nats_password"))?), "NATS does not have this password");
     make(&one)?;
     ensure!(fs::read_to_string(one.join("nats.conf"))? == nats, "a second run changes existing secrets");
     run(Command::new("nats-server").arg("-t").arg("-c").arg(one.join("nats.conf")))?;

@@ -95,7 +95,7 @@ async fn start_again(settings: FakeSettings) -> Result<FakeVllm> {
         Ok(started.is_some())
     })
     .await?;
-    started.context("the server has started")
+    started.context("the server did not start")
 }
 
 /// Returns the text with which the fake model continues `prompt`.
@@ -191,14 +191,14 @@ async fn restarted_server_is_a_new_instance_of_the_same_worker() -> Result<()> {
     let cluster = Cluster::start(fleet.settings()).await?;
     let text = "a prompt of several blocks ".repeat(5);
     let before = complete(&cluster, &text).await?;
-    let first = instance(&cluster, "decode-0").await?.context("the worker has joined")?;
+    let first = instance(&cluster, "decode-0").await?.context("the worker did not join")?;
 
     fleet.engines[0].pretend_restart();
     until("a new instance has joined", async || Ok(instance(&cluster, "decode-0").await?.is_some_and(|now| now != first)))
         .await?;
     assert_eq!(complete(&cluster, &text).await?["choices"], before["choices"]);
 
-    let second = instance(&cluster, "decode-0").await?.context("the worker has joined")?;
+    let second = instance(&cluster, "decode-0").await?.context("the worker did not join")?;
     let port = fleet.engines.remove(0).port();
     until("the worker has left", async || Ok(instance(&cluster, "decode-0").await?.is_none())).await?;
     assert!(complete(&cluster, &text).await.is_err(), "no engine runs");
@@ -252,7 +252,7 @@ async fn one_cluster_has_servers_of_several_models() -> Result<()> {
     cluster.stop().await;
     let mut settings = fleet.settings();
     settings.frontend.extra_models = vec!["third=/models/third".parse().map_err(anyhow::Error::msg)?];
-    let refused = Cluster::start(settings).await.err().context("a cluster without an engine for the model is refused")?;
+    let refused = Cluster::start(settings).await.err().context("a cluster without an engine for the model was not refused")?;
     assert!(refused.to_string().contains("third"), "{refused}");
     Ok(())
 }
@@ -263,7 +263,7 @@ async fn loras_of_a_server_are_models_with_separate_caches() -> Result<()> {
     fleet.engines.push(FakeVllm::start(FakeSettings { loras: Vec::new(), ..fleet.settings.clone() }).await?);
     let cluster = Cluster::start(fleet.settings()).await?;
     let listed: Value = reqwest::get(format!("http://{}/v1/models", cluster.frontend)).await?.json().await?;
-    let ids: Vec<_> = listed["data"].as_array().context("a list")?.iter().map(|model| &model["id"]).collect();
+    let ids: Vec<_> = listed["data"].as_array().context("the value is not a list")?.iter().map(|model| &model["id"]).collect();
     assert_eq!(ids, ["fake", "sql", "poem"]);
     let text = "a prompt of several blocks ".repeat(5);
     let reusable = (text.len() as u64 - 1) / 32 * 32;
@@ -279,12 +279,15 @@ async fn loras_of_a_server_are_models_with_separate_caches() -> Result<()> {
     let named: Vec<Value> = fleet.engines[0].seen().iter().map(|body| body["model"].clone()).collect();
     assert!(["sql", "poem"].iter().all(|lora| named.iter().filter(|name| *name == lora).count() == 2), "{named:?}");
     assert!(fleet.engines[1].seen().iter().all(|body| body["model"].is_null()), "the other server has no LoRAs");
-    let refused = complete_with(&cluster, "other", &text).await.err().context("an unknown LoRA is refused")?.to_string();
+    let refused = complete_with(&cluster, "other", &text).await.err().context("an unknown LoRA was not refused")?.to_string();
     assert!(refused.starts_with("404") && refused.contains("model_not_found"), "{refused}");
 
     fleet.engines[0].unload_lora("sql");
-    let refused =
-        complete_with(&cluster, "sql", &text).await.err().context("a LoRA that the server has unloaded is refused")?.to_string();
+    let refused = complete_with(&cluster, "sql", &text)
+        .await
+        .err()
+        .context("a LoRA that the server has unloaded was not refused")?
+        .to_string();
     assert!(refused.starts_with("400") && refused.contains("does not serve the LoRA"), "{refused}");
     cluster.stop().await;
     Ok(())
@@ -315,7 +318,7 @@ async fn name_of_a_lora_cannot_be_that_of_another_model() -> Result<()> {
         .engines
         .push(FakeVllm::start(FakeSettings { model: "sql".to_owned(), loras: Vec::new(), ..fleet.settings.clone() }).await?);
     for settings in [named, fleet.settings()] {
-        let refused = Cluster::start(settings).await.err().context("two models with one name are refused")?.to_string();
+        let refused = Cluster::start(settings).await.err().context("two models with one name were not refused")?.to_string();
         assert!(refused.contains("sql is the name of a LoRA"), "{refused}");
     }
     Ok(())
@@ -335,8 +338,8 @@ async fn each_data_parallel_rank_of_a_server_is_a_worker() -> Result<()> {
         let cached = |rank| engine.counted_of(rank).1;
         let before = [cached(0), cached(1)];
         complete(&cluster, &text).await?;
-        let [.., first, second] = engine.seen_ranks()[..] else { anyhow::bail!("two requests were sent") };
-        let rank = first.context("the request names its rank")?;
+        let [.., first, second] = engine.seen_ranks()[..] else { anyhow::bail!("the number of requests is not two") };
+        let rank = first.context("the request names no rank")?;
         assert_eq!(second, Some(rank), "the second request goes to the rank that has the prompt's blocks");
         let reusable = (text.len() as u64 - 1) / 32 * 32;
         assert_eq!([cached(rank), cached(1 - rank)], [before[rank] + reusable, before[1 - rank]]);

@@ -349,7 +349,8 @@ async fn mutated_request_bodies_are_answered() -> Result<()> {
 #[cfg(target_os = "linux")]
 fn resident_bytes() -> Result<u64> {
     let status = fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("the system reports the memory in use")?;
+    let line =
+        status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("the system does not report the memory in use")?;
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? << 10)
 }
 

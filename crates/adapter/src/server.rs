@@ -12,7 +12,7 @@ use crate::{
 use futures::future::BoxFuture;
 use hyper::Method;
 use std::{sync::Arc, time::Duration};
-use tandem_process::{Backoff, retry::error_chain};
+use tandem_process::{Backoff, retry::error_chain, starting};
 use tokio::{
     sync::watch,
     time::{Instant, sleep, timeout},
@@ -188,6 +188,7 @@ where
             }
             Err(error) => error_chain(&error),
         };
+        starting::report(format!("waits for the engine at {}: {error}", http.url()));
         if backoff.is_new_error(&error) {
             tracing::info!(engine = http.url(), %error, "the engine is not ready yet; retrying");
         }

@@ -141,7 +141,7 @@ const LOG_WEIGHT_MIN: f32 = -50.0;
 pub const NO_TOKEN: TokenId = TokenId::MAX;
 
 impl Sampler {
-    /// Returns the state after a prompt, without a constraint.
+    /// Returns the sampler of a sample that begins after this prompt, without a constraint.
     pub fn new(sampling: Sampling, prompt: &[TokenId]) -> Self {
         let mut changes = Changes::default();
         if sampling.repetition_penalty != 1.0 {

@@ -40,7 +40,7 @@ pub enum WriteRefused {
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
     /// The block does not have this worker's block size. This refusal ends the reservation.
-    #[error("the block's size differs from this worker's")]
+    #[error("the block has another size than this worker's blocks")]
     WrongSize,
     /// The sender announced blocks in its memory, but the ticket does not name a path on which they can be copied. This refusal ends the
     /// reservation.

@@ -6,7 +6,7 @@ use std::io;
 /// less than half of it; the rest is for what the limits may have overlooked, because no process survives a stack overflow.
 const STACK_BYTES: usize = 256 << 20;
 
-/// Why there is no result.
+/// The reason why the work has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum StackError {
     /// The system cannot start a thread.

@@ -50,7 +50,7 @@ pub(crate) enum RequestTimes {
 pub(crate) struct Planner {
     pub(crate) bodies: BodyFields,
     pub(crate) times: RequestTimes,
-    /// `None` for traces with text.
+    /// Makes the prompts of traces without text; `None` for traces with text.
     pub(crate) prompts: Option<PromptMaker>,
     /// How the prompts of a trace without text are sent.
     pub(crate) kind: PromptKind,

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_streamed_with_usage_and_as_long_as_recorded() {
+    fn request_asks_for_a_stream_with_usage_and_for_the_recorded_answer_length() {
         let streamed = json!({ "include_usage": true });
         let request = bodies(None).completion(&MadePrompt::Ids(vec![1, 2]), 9, PromptKind::Text);
         assert_eq!(request.path, "/v1/completions");
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn recorded_chat_keeps_its_fields_and_gets_the_limit() {
+    fn recorded_chat_keeps_its_fields_except_model_stream_and_token_limit() {
         let chat = |body: Value| ChatRow { body: body.as_object().expect("an object").clone() };
         let recorded = json!({ "messages": [{}], "tools": [{}], "temperature": 0.5, "model": "other", "stream": false, "max_completion_tokens": 50 });
         let body = parsed(&bodies(Some(20)).chat(chat(recorded)));

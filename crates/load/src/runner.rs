@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 pub(crate) struct RequestRunner {
     pub(crate) http: Http,
     pub(crate) bodies: BodyFields,
-    /// What every answer is read for.
+    /// What is read from every answer besides its times.
     pub(crate) wanted: WantedParts,
     /// Time limit for a complete answer.
     pub(crate) timeout: Duration,

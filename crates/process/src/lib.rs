@@ -8,15 +8,18 @@ pub mod discovery;
 pub mod events;
 pub mod line_file;
 pub mod listen;
+mod log_limit;
 pub mod metrics;
 pub mod retry;
 mod secret;
 mod shutdown;
+pub mod starting;
 pub mod telemetry;
 pub mod trace;
 pub mod watched_file;
 
 pub use counts::Counts;
+pub use log_limit::{LogLimit, on_refused};
 pub use metrics::Metrics;
 pub use retry::Backoff;
 pub use secret::{Secret, read_secret_file};

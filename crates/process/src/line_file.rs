@@ -53,7 +53,7 @@ impl LineFile {
     /// it. If the last line is incomplete because the process that wrote it was killed, a line break is added first.
     ///
     /// # Errors
-    /// The file cannot be opened, or another process has it open in this way.
+    /// The file cannot be opened, or another process has opened it for appending.
     pub fn open(path: &Path, name: &'static str) -> io::Result<Self> {
         Self::write_to(opened(path, name)?, name)
     }

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_of_a_part_are_removed_when_the_part_is_dropped() {
+    fn metrics_of_an_owner_are_removed_when_its_registry_is_dropped() {
         let metrics = Metrics::default();
         let placed = |metrics: &Metrics, worker| {
             metrics.counter("tandem_router_placements_total", "Placements.", &[("worker", worker)]).increment(1);

@@ -1,7 +1,9 @@
 //! Retries without a limit: exponential backoff with jitter, and each error logged only once.
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
-use std::{iter, time::Duration};
+use std::{error::Error, time::Duration};
+use tandem_proto::channel::status_text;
+use tonic::Status;
 
 /// The state of retries since the last success.
 ///
@@ -51,13 +53,29 @@ fn exponential(min: Duration, max: Duration) -> ExponentialBuilder {
 }
 
 /// Returns an error and its causes in one line.
-pub fn error_chain(error: &dyn std::error::Error) -> String {
-    let causes = iter::successors(error.source(), |cause| cause.source());
-    causes.fold(error.to_string(), |line, cause| {
-        let cause = cause.to_string();
+pub fn error_chain(error: &(dyn Error + 'static)) -> String {
+    let (mut line, mut next) = words(error);
+    while let Some(cause) = next {
+        let text;
+        (text, next) = words(cause);
         // Some errors repeat their cause in their own text.
-        if line.contains(&cause) { line } else { format!("{line}: {cause}") }
-    })
+        if !line.contains(&text) {
+            line += &format!(": {text}");
+        }
+    }
+    line
+}
+
+/// Returns an error's text and its cause. The text of gRPC's errors, alone or within those of etcd, would have a cause as Rust's debug output.
+fn words<'a>(error: &'a (dyn Error + 'static)) -> (String, Option<&'a (dyn Error + 'static)>) {
+    if let Some(status) = error.downcast_ref::<Status>().or_else(|| error.downcast_ref::<Box<Status>>().map(Box::as_ref)) {
+        return (status_text(status), None);
+    }
+    match error.downcast_ref() {
+        Some(etcd_client::Error::GRpcStatus(status)) => (format!("etcd: {}", status_text(status)), None),
+        Some(etcd_client::Error::TransportError(error)) => ("etcd cannot be reached".to_owned(), error.source()),
+        _ => (error.to_string(), error.source()),
+    }
 }
 
 #[cfg(test)]
@@ -84,6 +102,22 @@ mod tests {
         let delays =
             || (0..8).map(|attempt| delay(Duration::from_millis(100), Duration::from_secs(1), attempt)).collect::<Vec<_>>();
         assert_ne!(delays(), delays());
+    }
+
+    #[test]
+    fn error_chain_has_no_debug_output_of_failed_connections() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("the call failed")]
+        struct Call<E: Error + 'static>(#[source] E);
+        let broken = || {
+            let cause = Call(std::io::Error::from(std::io::ErrorKind::BrokenPipe));
+            Status::from_error(Box::new(cause))
+        };
+        assert!(broken().to_string().contains("BrokenPipe"), "the status's own text has debug output");
+        assert_eq!(error_chain(&broken()), "broken pipe");
+        assert_eq!(error_chain(&Call(broken())), "the call failed: broken pipe");
+        assert_eq!(error_chain(&Call(Box::new(broken()))), "the call failed: broken pipe");
+        assert_eq!(error_chain(&Call(etcd_client::Error::GRpcStatus(broken()))), "the call failed: etcd: broken pipe");
     }
 
     #[test]

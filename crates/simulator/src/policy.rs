@@ -145,7 +145,8 @@ mod tests {
 
     #[test]
     fn rules_choose_by_their_own_criteria() {
-        // Worker 0 has 8 of 10 blocks and a queue of 10; worker 1 has 4 blocks; worker 2 has nothing, but full caches.
+        // Worker 0 has cached 8 of the prompt's 10 blocks, and has a queue of 10 requests. Worker 1 has cached 4 of them. Worker 2 has cached
+        // none, and its memory is nearly full.
         let busy = workers(3, |at, worker| match at {
             0 => (worker.overlap_blocks, worker.sequences, worker.running, worker.queued_tokens) = (8, 12, 2, 320),
             1 => (worker.overlap_blocks, worker.sequences, worker.running) = (4, 2, 2),
@@ -157,7 +158,7 @@ mod tests {
             // Worker 0: 20 + 10 - 8 + 20 = 42; 1: 10 - 4 = 6; 2: 10 + 90 = 100.
             (RoutingRule::Dynamo, false, Some(1)),
             (RoutingRule::Dynamo, true, Some(1)),
-            // 0 has more than half of the prompt, and the difference of loads is below 32.
+            // Worker 0 has cached more than half of the prompt, and the loads differ by less than 32.
             (RoutingRule::Sglang, false, Some(0)),
             (RoutingRule::Sglang, true, Some(2)),
             // 0: 2.4 + 0 + 2 = 4.4; 1: 1.2 + 2 + 2 = 5.2; 2: 0 + 2 + 0.2.

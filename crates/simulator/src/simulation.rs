@@ -285,7 +285,7 @@ impl<'a> Simulation<'a> {
         self.totals.losses += 1;
         self.router.leave(number);
         let mut lost = self.workers[number].lose();
-        // Sequences on a prefill worker are expected by their decode workers.
+        // The decode worker of a sequence that is lost on a prefill worker no longer expects it.
         for sequence in lost.iter().filter(|sequence| sequence.placement.decode != number) {
             self.workers[sequence.placement.decode].expected -= 1;
         }

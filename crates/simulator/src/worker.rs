@@ -55,7 +55,8 @@ pub(crate) struct SimulatedSequence {
     received: bool,
     /// Whether the sequence has lost its blocks to others.
     preempted: bool,
-    /// The order of prompts: by when the sequence is due, in prompt tokens that its worker has computed, then by its number on the worker.
+    /// The place of the sequence in the order of prompts: when it is due, counted in prompt tokens that its worker has computed, then its number
+    /// on the worker.
     due: (u64, u64),
 }
 

@@ -47,14 +47,16 @@ fn answer_is_continued_on_another_worker_after_the_tokens_that_the_client_has() 
         let (undisturbed, _) = run(&cluster, &requests);
         let first = answer(&undisturbed[0]).decode_worker.clone().expect("the worker is known");
         let number = usize::from(&*first == "worker-1");
-        // The prompt's first 99 tokens take 8.95 ms, and each token of the answer 6.1 ms. During the step of the seventh one, the worker is lost.
+        // The prompt's first 99 tokens take 8.95 ms, and each token of the answer 6.1 ms. The worker is lost during the step of the seventh
+        // token.
         let lost_at = 8_950 + 6 * 6_100 + 3_000;
         let (outcomes, totals) = run(&without(&cluster, number, lost_at, None), &requests);
         assert_eq!((totals.losses, totals.resumed, totals.retried), (1, 1, 0), "{policy:?}");
         let resumed = answer(&outcomes[0]);
         assert_eq!((resumed.output_tokens, resumed.decode_worker.clone()), (20, Some(first)), "it began on the first worker");
         assert_eq!(outcomes[0].ttft(), Some(Duration::from_micros(8_950 + 6_100)));
-        // The prompt and six tokens but the last are computed in steps of 100 and of 5 tokens. Then there are 14 more tokens.
+        // The other worker computes the prompt and the first six tokens of the answer, except the last one, in steps of 100 and 5 tokens. Then
+        // it generates 14 more tokens.
         assert_eq!(outcomes[0].e2e(), Some(Duration::from_micros(lost_at + 9_000 + 4_250 + 14 * 6_100)));
     }
 }

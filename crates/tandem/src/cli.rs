@@ -18,13 +18,17 @@ use crate::{
     cert::CertArgs,
     explain::ExplainArgs,
     key::KeyCommand,
-    server::{ServerAddress, ServerArgs},
+    ready::ReadyArgs,
+    server::ServerAddress,
     settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
 };
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use serde::Serialize;
-use std::path::PathBuf;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// Serves large language models with prefill and decode on different workers, and reports cached tokens as workers counted them.
 #[derive(Debug, Parser)]
@@ -112,12 +116,18 @@ pub enum Command {
     Top(TopArgs),
 
     /// Health check of a frontend, or of another process at its --admin-listen: exit with 0 if it is ready, else with 1
-    Ready(ServerArgs),
+    Ready(ReadyArgs),
 
     /// Print a script that completes commands and flags in a shell, such as `source <(tandem completions bash)`
     Completions {
         /// The shell
         shell: Shell,
+    },
+
+    /// Write the man pages of all commands into a folder, such as ~/.local/share/man/man1
+    Man {
+        /// The folder, which is made if it is missing
+        folder: PathBuf,
     },
 
     /// Download and list models
@@ -159,7 +169,7 @@ pub enum AuditCommand {
         /// Processes whose /metrics are read now: frontends, and other processes at their --admin-listen. Each is a port of this machine, host:port, or a URL
         #[arg(value_name = "SERVER")]
         servers: Vec<ServerAddress>,
-        /// Files with the usage that clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1,
+        /// Files with the usage that clients received, one JSON object a line: {"request_id": the x-request-id of the response, "usage": {"prompts": 1,
         /// "prompt_tokens": 52, "cached_tokens": 48, "source": "worker"}}. Leave out fields that a client did not receive
         #[arg(long, value_name = "FILE", required = true)]
         client: Vec<PathBuf>,
@@ -238,6 +248,15 @@ impl Cli {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut Self::command(), "tandem", &mut script);
         String::from_utf8(script).expect("names and help are UTF-8")
+    }
+
+    /// Writes a man page for each command into a folder.
+    ///
+    /// # Errors
+    /// The folder cannot be made or written to.
+    pub fn write_man_pages(folder: &Path) -> io::Result<()> {
+        std::fs::create_dir_all(folder)?;
+        clap_mangen::generate_to(Self::command(), folder)
     }
 }
 

@@ -19,8 +19,8 @@ pub(crate) struct HttpReply {
 }
 
 /// Sends a GET to a process at this `host:port`.
-pub(crate) fn get(address: &str, path: &str) -> Result<HttpReply, ureq::Error> {
-    read(agent(Some(REPLY_TIMEOUT), &[]).get(format!("http://{address}{path}")).call()?)
+pub(crate) fn get(address: &str, timeout: Duration, path: &str) -> Result<HttpReply, ureq::Error> {
+    read(agent(Some(timeout), &[]).get(format!("http://{address}{path}")).call()?)
 }
 
 /// Returns an agent with this limit on the time of a whole reply. `ca` has the certificates that may sign that of a server; empty: those of

@@ -1,22 +1,61 @@
 //! The command `tandem ready`: a health check, so that containers need no other program for it.
 
-use crate::server::{ServerArgs, wrong_kind};
+use crate::{
+    http::HttpReply,
+    serve::printable,
+    server::{HttpServer, ServerArgs, kind, wrong_kind},
+};
 use anyhow::{Result, anyhow, ensure};
+use std::{thread::sleep, time::Duration};
+use tandem_process::telemetry::tell;
 
 const WANTED: &str = "`tandem ready` asks a frontend, or the --admin-listen port of another process";
 
-/// Checks that a frontend, or the process with this admin port, is ready.
+/// The arguments of `tandem ready`.
+#[derive(clap::Args, Debug)]
+pub struct ReadyArgs {
+    /// The process.
+    #[command(flatten)]
+    pub server: ServerArgs,
+    /// Wait until the process is ready, and print meanwhile why it is not
+    #[arg(long)]
+    wait: bool,
+}
+
+/// The time between two checks.
+const WAIT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Checks that a frontend, or the process with this admin port, is ready; with `--wait`, until it is.
 ///
 /// # Errors
 /// Fails with the reason if the process is not ready, or if no such process answers at the address.
-pub fn check(args: &ServerArgs) -> Result<()> {
-    let server = args.open(None)?;
-    let reply = server.get("/ready").map_err(|error| server.no_reply(error, WANTED))?;
+pub fn check(args: &ReadyArgs) -> Result<()> {
+    let server = args.server.open(None)?;
+    let mut printed = String::new();
+    loop {
+        let reason = match answer(&server) {
+            Ok(HttpReply { status: 200, .. }) => return Ok(()),
+            Ok(reply) => format!("not ready: {}", reply.body.trim()),
+            // The process has not opened its port yet.
+            Err(error) if args.wait && kind(&server.address).is_none() => error.to_string(),
+            Err(error) => return Err(error),
+        };
+        ensure!(args.wait, "{reason}");
+        if printed != reason {
+            tell(std::io::stderr(), &format!("{}\n", printable(&reason.replace('\n', " "))));
+            printed = reason;
+        }
+        sleep(WAIT_INTERVAL);
+    }
+}
+
+/// Returns the server's reply to a readiness check, with the status 200 or 503.
+fn answer(server: &HttpServer) -> Result<HttpReply> {
+    let reply = server.get_now("/ready").map_err(|error| server.no_reply(error, WANTED))?;
     ensure!(reply.status != 421, "{} does not answer under this name: {}", server.address, reply.body.trim());
     if ![200, 503].contains(&reply.status) {
         let no_ready = || anyhow!("{} has no /ready; {WANTED}", server.address);
         return Err(wrong_kind(&server.address, WANTED).unwrap_or_else(no_ready));
     }
-    ensure!(reply.status == 200, "not ready: {}", reply.body.trim());
-    Ok(())
+    Ok(reply)
 }

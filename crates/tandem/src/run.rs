@@ -54,6 +54,9 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
             }
         }
         Command::Completions { shell } => print(&Cli::completions(shell))?,
+        Command::Man { folder } => {
+            Cli::write_man_pages(&folder).with_context(|| format!("man pages cannot be written to {}", folder.display()))?;
+        }
         #[cfg(feature = "load")]
         Command::Bench { command: BenchCommand::Replay(args) } => bench::replay(*args)?,
         #[cfg(feature = "load")]

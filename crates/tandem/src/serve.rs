@@ -12,7 +12,10 @@ use std::{
     io::{ErrorKind, Write, stdout},
     time::Duration,
 };
-use tandem_process::telemetry::{self, tell};
+use tandem_process::{
+    Metrics,
+    telemetry::{self, tell},
+};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Serves until Ctrl-C, SIGTERM or SIGHUP. Then the process announces its end, drains after `delay`, and gives running requests `grace`. A second
@@ -71,10 +74,34 @@ async fn serve<S: ServedProcess>(
         }
     }
     tracing::info!(grace_s = grace.as_secs(), "draining; a second signal stops immediately");
+    let before = AnswerCounts::of(served.metrics());
     let draining = served.drain(grace);
     tokio::select! {
-        () = draining => Ok(()),
-        () = signals.next() => Err(aborted()),
+        () = draining => {}
+        () = signals.next() => return Err(aborted()),
+    }
+    let AnswerCounts { finished, ended_early } = AnswerCounts::of(served.metrics());
+    let (finished, ended_early) = (finished - before.finished, ended_early - before.ended_early);
+    tracing::info!(finished, ended_early, "stopped; the numbers are those of the answers since the signal");
+    Ok(())
+}
+
+/// The answers of a process's frontend; none if it has no frontend.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct AnswerCounts {
+    finished: u64,
+    /// The answers that were cancelled, refused or cut off.
+    ended_early: u64,
+}
+
+impl AnswerCounts {
+    fn of(metrics: &Metrics) -> Self {
+        let mut counts = Self::default();
+        for line in metrics.render().lines().filter_map(|line| line.strip_prefix("tandem_frontend_requests_total{")) {
+            let count = line.rsplit(' ').next().and_then(|count| count.parse::<u64>().ok()).unwrap_or_default();
+            *(if line.contains("code=\"200\"") { &mut counts.finished } else { &mut counts.ended_early }) += count;
+        }
+        counts
     }
 }
 
@@ -133,6 +160,17 @@ fn hangup_is_ignored() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn answers_are_counted_by_their_end() {
+        let metrics = Metrics::default();
+        for (code, count) in [("200", 3), ("499", 2), ("503", 1)] {
+            let labels = [("endpoint", "/v1/chat/completions"), ("model", "m"), ("code", code)];
+            metrics.counter("tandem_frontend_requests_total", "Requests.", &labels).increment(count);
+        }
+        assert_eq!(AnswerCounts::of(&metrics), AnswerCounts { finished: 3, ended_early: 3 });
+        assert_eq!(AnswerCounts::of(&Metrics::default()), AnswerCounts::default());
+    }
 
     #[test]
     fn escape_codes_of_a_server_do_not_reach_the_terminal() {

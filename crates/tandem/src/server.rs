@@ -1,16 +1,24 @@
 //! The servers that commands connect to: how they are named, requests to them, and what answers at an address.
 
-use crate::http::{self, HttpReply, REPLY_TIMEOUT, read, with_key};
+use crate::{
+    http::{self, HttpReply, REPLY_TIMEOUT, read, with_key},
+    serve::printable,
+};
 use anyhow::{Context, Error, Result, anyhow, ensure};
 use std::{
     fmt, fs,
-    io::{Read, Write},
+    io::{ErrorKind, Read, Write},
     net::{TcpStream, ToSocketAddrs},
     path::{Path, PathBuf},
     str::FromStr,
     time::Duration,
 };
-use ureq::tls::{Certificate, PemItem, parse_pem};
+use tandem_process::telemetry::tell;
+use ureq::{
+    Body,
+    http::Response,
+    tls::{Certificate, PemItem, parse_pem},
+};
 
 /// The environment variable with the API key, unless the user names another one.
 pub(crate) const KEY_VARIABLE: &str = "TANDEM_API_KEY";
@@ -90,23 +98,36 @@ impl HttpServer {
         Self { address, key: None, ca: Vec::new() }
     }
 
-    /// Sends a GET.
-    pub(crate) fn get(&self, path: &str) -> Result<HttpReply, ureq::Error> {
+    /// Sends a GET once, whatever the server does.
+    pub(crate) fn get_now(&self, path: &str) -> Result<HttpReply, ureq::Error> {
         let request = http::agent(Some(REPLY_TIMEOUT), &self.ca).get(self.url(path));
         read(with_key(request, self.key.as_deref()).call()?)
     }
 
-    /// Sends a POST with a body of JSON and one additional header.
-    pub(crate) fn post(&self, path: &str, header: (&str, &str), body: &str) -> Result<HttpReply, ureq::Error> {
-        let request = with_key(http::agent(Some(REPLY_TIMEOUT), &self.ca).post(self.url(path)), self.key.as_deref());
-        read(request.content_type("application/json").header(header.0, header.1).send(body)?)
+    /// Sends a GET. While the server starts, waits for it.
+    pub(crate) fn get(&self, path: &str) -> Result<HttpReply, ureq::Error> {
+        read(started(|| {
+            let request = http::agent(Some(REPLY_TIMEOUT), &self.ca).get(self.url(path));
+            with_key(request, self.key.as_deref()).call()
+        })?)
     }
 
-    /// Sends a POST with a body of JSON, without a time limit. Returns the reply when its head has arrived; the caller reads the body.
+    /// Sends a POST with a body of JSON and one additional header. While the server starts, waits for it.
+    pub(crate) fn post(&self, path: &str, header: (&str, &str), body: &str) -> Result<HttpReply, ureq::Error> {
+        read(started(|| {
+            let request = with_key(http::agent(Some(REPLY_TIMEOUT), &self.ca).post(self.url(path)), self.key.as_deref());
+            request.content_type("application/json").header(header.0, header.1).send(body)
+        })?)
+    }
+
+    /// Sends a POST with a body of JSON, without a time limit. Returns the reply when its head has arrived; the caller reads the body. While the
+    /// server starts, waits for it.
     #[cfg(feature = "chat")]
-    pub(crate) fn stream(&self, path: &str, body: &str) -> Result<ureq::http::Response<ureq::Body>, ureq::Error> {
-        let request = with_key(http::agent(None, &self.ca).post(self.url(path)), self.key.as_deref());
-        request.content_type("application/json").send(body)
+    pub(crate) fn stream(&self, path: &str, body: &str) -> Result<Response<Body>, ureq::Error> {
+        started(|| {
+            let request = with_key(http::agent(None, &self.ca).post(self.url(path)), self.key.as_deref());
+            request.content_type("application/json").send(body)
+        })
     }
 
     fn url(&self, path: &str) -> String {
@@ -124,6 +145,26 @@ impl HttpServer {
             Some(wrong) => wrong,
             None => Error::new(error).context(format!("no server answers at {}; {wanted}", self.address)),
         }
+    }
+}
+
+/// The header of a reply of a server that is starting: what it does.
+const STARTING: &str = "x-tandem-starting";
+/// The pause before a server that is starting is asked again.
+const STARTING_PAUSE: Duration = Duration::from_secs(1);
+
+/// Sends a request until the server has started. Meanwhile prints on stderr what the server does, each time that it does something else.
+fn started(send: impl Fn() -> Result<Response<Body>, ureq::Error>) -> Result<Response<Body>, ureq::Error> {
+    let mut printed = String::new();
+    loop {
+        let reply = send()?;
+        let Some(step) = reply.headers().get(STARTING) else { return Ok(reply) };
+        let step = printable(step.to_str().unwrap_or_default());
+        if printed != step {
+            tell(std::io::stderr(), &format!("the server is starting: {step}\n"));
+            printed = step;
+        }
+        std::thread::sleep(STARTING_PAUSE);
     }
 }
 
@@ -158,7 +199,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Returns what answers at an address; `None`: nothing.
 pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     let at = address.host_port();
-    let Ok(metrics) = http::get(&at, "/metrics") else { return protocol(&at) };
+    let Ok(metrics) = http::get(&at, PROBE_TIMEOUT, "/metrics") else { return protocol(&at) };
     let has = |family: &str| metrics.status == 200 && metrics.body.contains(family);
     // `tandem up` has the metrics of all roles.
     let families = [
@@ -168,7 +209,8 @@ pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     ];
     let by_metrics = families.into_iter().find(|(family, _)| has(family)).map(|(_, kind)| kind);
     // A frontend with API keys answers /metrics to trusted peers only.
-    let is_live = || http::get(&at, "/live").is_ok_and(|live| live.status == 200 && live.body == r#"{"status":"ok"}"#);
+    let is_live =
+        || http::get(&at, PROBE_TIMEOUT, "/live").is_ok_and(|live| live.status == 200 && live.body == r#"{"status":"ok"}"#);
     Some(by_metrics.unwrap_or_else(|| if is_live() { "a frontend" } else { "an HTTP server of another program" }))
 }
 
@@ -183,9 +225,13 @@ fn protocol(at: &str) -> Option<&'static str> {
         // A server's first frame is its SETTINGS, whose type is 4.
         Ok(()) if head[3] == 4 => GRPC,
         Ok(()) if head[0] != TLS_ALERT => "a server of another protocol",
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => SILENT,
         _ => TLS,
     })
 }
+
+/// What answers at a port whose process does not answer.
+const SILENT: &str = "a port that accepts connections and does not answer: its process hangs or is stopped";
 
 /// The type of the record with which a server with TLS answers bytes that are not TLS. Some close the connection instead.
 const TLS_ALERT: u8 = 21;
@@ -232,6 +278,26 @@ mod tests {
             }
         });
         kind(&address(&at).expect("the address is valid"))
+    }
+
+    #[test]
+    fn port_that_does_not_answer_is_not_taken_for_tls() {
+        let silent = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        let at = silent.local_addr().expect("the listener is bound").to_string();
+        assert_eq!(kind(&address(&at).expect("the address is valid")), Some(SILENT));
+    }
+
+    #[test]
+    fn server_that_starts_is_asked_again() {
+        let replies = std::cell::RefCell::new(vec![None, Some("downloads M: 41%")]);
+        let send = || {
+            let step = replies.borrow_mut().pop().expect("the request is not sent again after the last reply");
+            let reply = Response::builder().status(if step.is_some() { 503 } else { 200 });
+            let reply = step.into_iter().fold(reply, |reply, step| reply.header(STARTING, step));
+            Ok(reply.body(Body::builder().data("")).expect("the reply is valid"))
+        };
+        assert_eq!(started(send).expect("the server answers").status(), 200);
+        assert!(replies.borrow().is_empty());
     }
 
     #[test]

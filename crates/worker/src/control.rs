@@ -1,14 +1,18 @@
 //! The `Control` service: describes a worker, and streams its KV events and load.
 
 use crate::{CacheWatch, Disconnected, Replies, ReplySender, Worker, WorkerMetrics};
+use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{KvBatch, Load};
-use tandem_process::events::{Broker, unix_us};
+use tandem_process::{
+    LogLimit,
+    events::{Broker, unix_us},
+};
 use tandem_proto::{
     event_batch, snapshot_chunks,
     v1::{
-        DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, control_server::Control,
-        watch_reply,
+        DescribeRequest, FailureReason, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
+        control_server::Control, watch_reply,
     },
 };
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
@@ -25,12 +29,21 @@ const LOAD_INTERVAL: Duration = Duration::from_millis(100);
 const IDLE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The `Control` service of one worker.
-pub(crate) struct ControlService(pub(crate) Worker);
+pub(crate) struct ControlService {
+    worker: Worker,
+    /// The reason for which a router last refused this worker.
+    refusal: Mutex<String>,
+    refusals: LogLimit,
+}
+
+/// The maximum length of a reason, in bytes, of which the log has the beginning.
+const REFUSAL_MAX: usize = 1_000;
 
 #[tonic::async_trait]
 impl Control for ControlService {
-    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
-        Ok(Response::new((*self.0.info).clone()))
+    async fn describe(&self, request: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
+        self.log_refusal(request.into_inner().refusal);
+        Ok(Response::new((*self.worker.info).clone()))
     }
 
     type WatchStream = Replies<WatchReply>;
@@ -38,9 +51,9 @@ impl Control for ControlService {
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let WatchRequest { instance_id, events_over_nats } = request.into_inner();
         self.admit(&instance_id)?;
-        let Worker { backend, metrics, shutdown, settings, .. } = self.0.clone();
+        let Worker { backend, metrics, shutdown, settings, .. } = self.worker.clone();
         let broker = settings.broker.clone().filter(|_| events_over_nats);
-        let replies = self.0.requests.start_background(|replies| async move {
+        let replies = self.worker.requests.start_background(|replies| async move {
             let watcher = LoadWatcher { instance_id, metrics, replies, broker, without_snapshot: events_over_nats };
             let error = tokio::select! {
                 // The branches are polled in this order, because a hung engine does not answer `watch`. While the engine hangs, every new
@@ -60,8 +73,8 @@ impl Control for ControlService {
     async fn snapshot(&self, request: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
         let SnapshotRequest { instance_id } = request.into_inner();
         self.admit(&instance_id)?;
-        let backend = self.0.backend.clone();
-        let replies = self.0.requests.start_background(|replies| async move {
+        let backend = self.worker.backend.clone();
+        let replies = self.worker.requests.start_background(|replies| async move {
             let watch = tokio::select! {
                 biased;
                 () = backend.hung() => return replies.fail(engine_hung()).await,
@@ -78,16 +91,30 @@ impl Control for ControlService {
 }
 
 impl ControlService {
+    pub(crate) fn new(worker: Worker) -> Self {
+        Self { worker, refusal: Mutex::default(), refusals: LogLimit::default() }
+    }
+
+    /// Logs each new reason for which a router does not let this worker join.
+    fn log_refusal(&self, reason: String) {
+        let reason = &reason[..reason.floor_char_boundary(REFUSAL_MAX)];
+        let mut last = self.refusal.lock();
+        if !reason.is_empty() && *last != reason && self.refusals.admit().is_some() {
+            tracing::warn!(reason, "a router refuses this worker, which therefore gets no requests");
+            reason.clone_into(&mut last);
+        }
+    }
+
     fn admit(&self, instance_id: &str) -> Result<(), Status> {
-        if instance_id != self.0.info.instance_id {
+        if instance_id != self.worker.info.instance_id {
             return Err(Status::failed_precondition("the worker has restarted as another instance; call Describe again"));
         }
-        if self.0.shutdown.is_draining() { Err(draining()) } else { Ok(()) }
+        if self.worker.shutdown.is_draining() { Err(draining()) } else { Ok(()) }
     }
 }
 
 fn draining() -> Status {
-    Status::unavailable("the worker is draining")
+    FailureReason::Draining.refusal("the worker is draining")
 }
 
 fn engine_hung() -> Status {

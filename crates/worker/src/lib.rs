@@ -164,7 +164,7 @@ impl Worker {
         let watch = self.backend.watch().await.ok_or(WorkerError::EngineEnded)?;
         let batches = watch.batches.resubscribe();
         let published = self.settings.broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), batches));
-        let routes = routes.add_service(ControlServer::new(ControlService(self.clone())));
+        let routes = routes.add_service(ControlServer::new(ControlService::new(self.clone())));
         let mut serving = pin!(self.requests.serve(listener, routes, &self.metrics));
         tokio::select! {
             biased;

@@ -3,7 +3,7 @@
 use crate::CacheWatch;
 use ::metrics::{Counter, Gauge, Histogram};
 use parking_lot::Mutex;
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 use tandem_engine::CachedTokens;
 use tandem_kv::{KvBatch, Load, StepStats};
 use tandem_process::Metrics;
@@ -57,8 +57,7 @@ pub enum Direction {
 impl WorkerMetrics {
     /// Returns a function that counts a gRPC call which was refused because it did not carry the cluster's key.
     pub fn count_unauthenticated(&self) -> OnRefused {
-        let refused = self.unauthenticated.clone();
-        Arc::new(move || refused.increment(1))
+        tandem_process::on_refused(self.unauthenticated.clone())
     }
 
     /// Counts an address to which the worker does not connect, because it is not signed with the cluster's key.

@@ -3,7 +3,7 @@
 use super::{placement::Placement, prompt::Prompt};
 use std::{collections::VecDeque, time::Duration};
 use tandem_proto::{
-    channel::{Channel, Channels, MESSAGE_BYTES_MAX, has_ended},
+    channel::{Channel, Channels, MESSAGE_BYTES_MAX, has_ended, status_text},
     v1::{
         AttemptFailed, DecodeStarted, FailureReason, FinishRequest, GenerateReply, GenerateRequest, ResumedSample, Scheduled,
         WorkerRef, decode_client::DecodeClient, generate_reply::Message, worker_info::Role,
@@ -57,8 +57,7 @@ pub(super) struct Work<'a> {
 /// An attempt that has generated a token. Dropping it ends the request on the workers.
 pub(super) struct Attempt {
     pub(super) number: u32,
-    /// The instance id of the decode worker.
-    pub(super) instance_id: String,
+    pub(super) placement: Placement,
     /// The client of the decode worker.
     client: DecodeClient<Channel>,
     /// Received messages, up to the one with the first token, that [`Attempt::next`] has not returned yet.
@@ -85,7 +84,7 @@ impl Work<'_> {
     pub(super) async fn attempt(
         self,
         decoders: &Channels,
-        placement: Placement,
+        placement: &Placement,
         number: u32,
         start_timeout: Option<Duration>,
     ) -> Result<(Attempt, Facts), AttemptError> {
@@ -106,7 +105,7 @@ impl Work<'_> {
         // report in time is itself at fault.
         let deadline = || start_timeout.map(|limit| Instant::now() + limit + REPORT_DELAY_MAX);
         let late = || error(FailureReason::Timeout);
-        let opening = client.generate(self.request(&placement, number, start_timeout));
+        let opening = client.generate(self.request(placement, number, start_timeout));
         let opened = in_time(deadline(), opening).await.ok_or_else(late)?;
         let mut replies = opened.map_err(|status| AttemptError::from_status(&status, instance_id))?.into_inner();
         let (mut scheduled, mut started, mut prefilled) = (None, None, None);
@@ -130,9 +129,9 @@ impl Work<'_> {
                     let (scheduled, scheduled_at) = scheduled.unzip();
                     let (started, started_at) = started.unzip();
                     let pending = prefilled.into_iter().chain([first]).collect();
-                    let attempt = Attempt { number, instance_id: instance_id.clone(), client, pending, replies };
+                    let attempt = Attempt { number, placement: placement.clone(), client, pending, replies };
                     let facts = Facts {
-                        placement,
+                        placement: placement.clone(),
                         scheduled,
                         started: started.unwrap_or_default(),
                         requested_at: self.requested_at,
@@ -215,15 +214,20 @@ fn report_later(first: &mut Scheduled, later: Scheduled) -> bool {
 }
 
 impl Attempt {
+    /// Returns the instance id of the decode worker.
+    pub(super) fn instance_id(&self) -> &str {
+        &self.placement.decode.worker.instance_id
+    }
+
     /// Asks the worker to end the generation now and to report the cached tokens on the attempt's stream, if it has announced this report.
     /// A failure of the call is no error: the stream then ends, or has the report when the generation ends by itself.
     pub(super) fn finish(&self, prompt: &Prompt) -> impl Future<Output = ()> + use<> {
-        let (request_id, instance_id) = (prompt.request_id.to_string(), self.instance_id.clone());
+        let (request_id, instance_id) = (prompt.request_id.to_string(), self.instance_id().to_owned());
         let request = FinishRequest { instance_id, request_id, attempt: self.number };
         let mut client = self.client.clone();
         async move {
             if let Err(status) = client.finish(request).await {
-                tracing::debug!(%status, "the worker does not end a generation early");
+                tracing::debug!("the worker does not end a generation early: {}", status_text(&status));
             }
         }
     }
@@ -235,7 +239,7 @@ impl Attempt {
     pub(super) async fn next(&mut self) -> Result<Message, AttemptError> {
         match self.pending.pop_front() {
             Some(message) => Ok(message),
-            None => next_message(&mut self.replies, &self.instance_id).await,
+            None => next_message(&mut self.replies, &self.placement.decode.worker.instance_id).await,
         }
     }
 }

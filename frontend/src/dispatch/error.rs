@@ -29,16 +29,16 @@ pub(crate) enum DispatchError {
     #[error("The router closed the connection, or did not answer in time, before it placed the request; try again shortly.")]
     RouterClosed,
     #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", .reason.label())]
-    Attempts { attempts: u32, reason: FailureReason },
+    Attempts { attempts: u32, reason: FailureReason, worker: String },
     #[error("The first token did not come within {} seconds; try again later.", .limit.as_secs_f64())]
     Timeout { limit: Duration },
     #[error("The worker was lost while it generated ({}); send the request again.", .reason.label())]
-    Lost { reason: FailureReason },
+    Lost { reason: FailureReason, worker: String },
     /// The request may be the reason why the workers have ended, so the client must not send it again.
     #[error(
         "Two workers ended or failed while they ran this request, so it is not sent to a third; do not send it again, and tell the operator of this server."
     )]
-    EndsWorkers,
+    EndsWorkers { workers: String },
     #[error("This server is shutting down; send the request again.")]
     Stopped,
 }
@@ -67,6 +67,20 @@ fn unready(reason: FailureReason) -> &'static str {
 }
 
 impl DispatchError {
+    /// Returns the names of the workers that have failed the prompt, for the log; `None` if no worker is at fault. Clients do not see them.
+    pub(crate) fn workers(&self) -> Option<&str> {
+        match self {
+            Self::Attempts { worker, .. } | Self::Lost { worker, .. } => Some(worker),
+            Self::EndsWorkers { workers } => Some(workers),
+            _ => None,
+        }
+    }
+
+    /// Whether the answer has failed, and was not refused because of the request itself or of the load.
+    pub(crate) fn is_failure(&self) -> bool {
+        !matches!(self, Self::Refused { .. } | Self::Overloaded { .. })
+    }
+
     /// Whether no router has answered the request, as when the only router restarts. The same request may be placed a moment later.
     pub(super) fn is_router_lost(&self) -> bool {
         match self {

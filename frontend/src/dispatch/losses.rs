@@ -14,29 +14,29 @@ const PROGRESS_TOKENS: usize = 64;
 /// The workers that ended or failed while they ran one request.
 #[derive(Debug, Default)]
 pub(super) struct Losses {
-    instances: Vec<String>,
+    workers: Vec<String>,
     /// The number of generated tokens at the last loss.
     generated: usize,
 }
 
 impl Losses {
     /// Adds a failed attempt of a request that has generated this number of tokens. Returns whether the request may be sent to another worker.
-    pub(super) fn add(&mut self, reason: FailureReason, instance_id: &str, generated: usize) -> bool {
+    pub(super) fn add(&mut self, reason: FailureReason, worker: &str, generated: usize) -> bool {
         if !matches!(reason, FailureReason::WorkerEnded | FailureReason::EngineFailed) {
             return true;
         }
         if generated >= self.generated + PROGRESS_TOKENS {
-            self.instances.clear();
+            self.workers.clear();
         }
         self.generated = generated;
-        self.instances.push(instance_id.to_owned());
-        self.instances.len() < LOSSES_MAX
+        self.workers.push(worker.to_owned());
+        self.workers.len() < LOSSES_MAX
     }
 }
 
 impl fmt::Display for Losses {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.instances.join(", "))
+        f.write_str(&self.workers.join(", "))
     }
 }
 

@@ -24,6 +24,7 @@ use futures::FutureExt;
 use losses::Losses;
 use placement::Placement;
 use std::{convert::Infallible, future::pending, sync::Arc, time::Duration};
+use tandem_process::LogLimit;
 use tandem_proto::{
     channel::{Channels, Network},
     v1::{ExplainReply, ExplainRequest, FailureReason, ResumedSample, Scheduled, generate_reply::Message},
@@ -40,6 +41,7 @@ pub(crate) struct Dispatcher {
     decoders: Channels,
     limits: AttemptLimits,
     metrics: Arc<FrontendMetrics>,
+    resumes_logged: LogLimit,
 }
 
 /// Limits of attempts and resumes. Each field means the same as the field of this name in [`FrontendSettings`](crate::FrontendSettings).
@@ -72,7 +74,8 @@ impl Dispatcher {
     /// Creates a dispatcher, which connects to a worker only when the first prompt is placed on that worker.
     pub(crate) fn new(routers: Routers, network: Network, limits: AttemptLimits, metrics: Arc<FrontendMetrics>) -> Self {
         let limits = AttemptLimits { attempts: limits.attempts.max(1), ..limits };
-        Self { routers: Arc::new(routers), decoders: Channels::on(network), limits, metrics }
+        let decoders = Channels::on(network);
+        Self { routers: Arc::new(routers), decoders, limits, metrics, resumes_logged: LogLimit::default() }
     }
 
     /// Returns the placement that a router would choose for the prompt now, and the reasons for it.
@@ -124,6 +127,7 @@ impl Dispatcher {
         let Generation { mut facts, attempt, resumes, mut losses, mut booking } = lost;
         facts.lose_cached_tokens();
         let number = attempt.number;
+        let worker = attempt.placement.name_of(&error.instance_id).to_owned();
         // End the old attempt first: its worker may be slow but not lost, and two workers must not generate the same answer at the same
         // time.
         drop(attempt);
@@ -143,9 +147,9 @@ impl Dispatcher {
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
         // The answer has been admitted.
         let work = Work { prompt, resumed, requested_at: Instant::now(), wait_max: None };
-        self.check_losses(&mut losses, work, &error)?;
+        self.check_losses(&mut losses, work, reason, &worker)?;
         if resumes >= self.limits.resumes {
-            return Err(DispatchError::Lost { reason });
+            return Err(DispatchError::Lost { reason, worker });
         }
         let resuming = async {
             let placement = booking.reroute(prompt, work.failed(&error)).await?;
@@ -155,12 +159,13 @@ impl Dispatcher {
         match timeout(limit, resuming).await.unwrap_or(Err(DispatchError::Timeout { limit })) {
             Ok(generation) => {
                 self.metrics.migrations.increment(1);
+                self.log_resumed(work, reason, &worker, &generation.attempt.placement);
                 Ok(Generation { facts, resumes: resumes + 1, ..generation })
             }
-            Err(error @ DispatchError::EndsWorkers) => Err(error),
+            Err(error @ DispatchError::EndsWorkers { .. }) => Err(error),
             Err(error) => {
                 tracing::debug!(request_id = %prompt.request_id, %error, "the request could not be resumed");
-                Err(DispatchError::Lost { reason })
+                Err(DispatchError::Lost { reason, worker })
             }
         }
     }
@@ -180,7 +185,7 @@ impl Dispatcher {
             let start_timeout = (number < last).then_some(self.limits.attempt_timeout);
             let attempt = tokio::select! {
                 biased;
-                attempt = work.attempt(&self.decoders, placement, number, start_timeout) => attempt,
+                attempt = work.attempt(&self.decoders, &placement, number, start_timeout) => attempt,
                 never = booking.maintain(work.prompt) => match never {},
             };
             let error = match attempt {
@@ -203,13 +208,14 @@ impl Dispatcher {
             if reason == FailureReason::InvalidRequest {
                 return Err(DispatchError::Refused { message: error.message });
             }
-            self.check_losses(&mut losses, work, &error)?;
+            let worker = placement.name_of(&error.instance_id);
+            self.check_losses(&mut losses, work, reason, worker)?;
             // The router places a request that has waited for its whole limit only where it hardly waits. Otherwise it answers when to try again.
             if reason == FailureReason::Overloaded {
                 work.wait_max = work.wait_max.map(|_| SHORT_WAIT);
             }
             if number >= last && reason != FailureReason::Overloaded {
-                return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason });
+                return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason, worker: worker.to_owned() });
             }
             number += 1;
             placement = booking.reroute(work.prompt, work.failed(&error)).await?;
@@ -222,18 +228,33 @@ impl Dispatcher {
     ///
     /// # Errors
     /// The request must not be sent to another worker.
-    fn check_losses(&self, losses: &mut Losses, work: Work<'_>, error: &AttemptError) -> Result<(), DispatchError> {
-        if losses.add(error.reason, &error.instance_id, work.generated()) {
+    fn check_losses(
+        &self,
+        losses: &mut Losses,
+        work: Work<'_>,
+        reason: FailureReason,
+        worker: &str,
+    ) -> Result<(), DispatchError> {
+        if losses.add(reason, worker, work.generated()) {
             return Ok(());
         }
         self.metrics.ended_workers.increment(1);
-        tracing::warn!(
-            request_id = %work.prompt.request_id,
-            account = %work.prompt.account,
-            workers = %losses,
-            "request refused, because two workers ended or failed while they ran it; it may end others, so it is not sent to a third"
-        );
-        Err(DispatchError::EndsWorkers)
+        Err(DispatchError::EndsWorkers { workers: losses.to_string() })
+    }
+
+    fn log_resumed(&self, work: Work<'_>, reason: FailureReason, lost: &str, now: &Placement) {
+        if let Some(left_out) = self.resumes_logged.admit() {
+            tracing::info!(
+                request_id = %work.prompt.request_id,
+                client_request_id = work.prompt.client_request_id.as_deref(),
+                lost_worker = lost,
+                worker = now.decode.worker.worker_id,
+                generated_tokens = work.generated(),
+                reason = reason.label(),
+                left_out,
+                "answer resumed on another worker"
+            );
+        }
     }
 }
 
@@ -294,7 +315,7 @@ impl Generation {
 
     /// Returns the error for the current attempt if a reply of its decode worker is invalid or reports a failure.
     pub(crate) fn failed(&self, reason: FailureReason) -> AttemptError {
-        AttemptError::new(&self.attempt.instance_id, reason)
+        AttemptError::new(self.attempt.instance_id(), reason)
     }
 
     /// Ends the generation on the workers, then the booking. All samples have ended, with this number of tokens together.

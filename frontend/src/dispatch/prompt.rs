@@ -10,6 +10,8 @@ use tokio::{sync::watch, time::Instant};
 pub(crate) struct Prompt {
     /// The prompt's id, which this frontend generates.
     pub(crate) request_id: RequestId,
+    /// The id that the client gave to the request, for the log.
+    pub(crate) client_request_id: Option<Arc<str>>,
     /// The W3C trace context that routers and workers continue; empty if there is none.
     pub(crate) traceparent: String,
     pub(crate) span: Span,

@@ -1,6 +1,10 @@
 //! Decides which requests may use the API: with a file of API keys, each needs a key. Records every request in the audit log.
 
-use super::{app::App, body::discard, request_id::HttpRequestId};
+use super::{
+    app::App,
+    body::discard,
+    request_id::{ClientRequestId, HttpRequestId},
+};
 use crate::{
     calls::{Call, CallHead},
     error::ApiError,
@@ -44,7 +48,9 @@ pub(super) async fn checked(State(app): State<Arc<App>>, mut request: Request, n
         Some(None) => (None, Some((ApiError::MissingKey, &app.metrics.keys_missing))),
     };
     let peer = request.extensions().get().map(|PeerAddress(address)| ClientNetwork::from(*address));
-    let head = CallHead { request_id: &id, method: request.method().as_str(), path: request.uri().path(), peer };
+    let client_request_id = request.extensions().get().map(|ClientRequestId(id)| Arc::clone(id));
+    let (method, path) = (request.method().as_str(), request.uri().path());
+    let head = CallHead { request_id: &id, client_request_id, method, path, peer };
     let call = Arc::new(Call::begin(key, app.call_log.as_ref(), head));
     let mut response = match refusal {
         Some((error, counter)) => {

@@ -19,7 +19,9 @@ use tandem_api::{
     Options,
     answer::{AnswerContext, AnswerFormat, AnswerPart},
 };
+use tandem_process::LogLimit;
 use tandem_proto::v1::FailureReason;
+use tandem_text::ServedModel;
 use tokio::{
     sync::watch,
     time::{Instant, sleep},
@@ -36,12 +38,43 @@ pub(super) struct Run {
     /// What the answer's format knows of this request.
     pub(super) context: AnswerContext,
     prompts: Vec<PromptState>,
+    log: FailureLog,
     /// The time without an event after which a stream sends a comment to keep the connection open.
     keep_alive: Duration,
     /// When the prefills of prompts that wait in workers' queues are estimated to begin.
     queued: watch::Receiver<Option<Instant>>,
     /// Whether the answer has the object `tandem`.
     details: bool,
+}
+
+/// What the log has about a request whose answer fails.
+struct FailureLog {
+    request_id: String,
+    client_request_id: Option<Arc<str>>,
+    account: String,
+    model: Arc<ServedModel>,
+}
+
+impl FailureLog {
+    /// Logs that the answer has failed. The metrics count all failures; the log has fewer lines if there are very many.
+    fn write(&self, error: &ApiError, limit: &LogLimit) {
+        let ApiError::Dispatch(failure) = error else { return };
+        if !failure.is_failure() {
+            return;
+        }
+        if let Some(left_out) = limit.admit() {
+            tracing::warn!(
+                request_id = self.request_id,
+                client_request_id = self.client_request_id.as_deref(),
+                account = Some(&*self.account).filter(|account| !account.is_empty()),
+                model = self.model.id,
+                worker = failure.workers(),
+                code = error.code(),
+                left_out,
+                "answer failed: {error}"
+            );
+        }
+    }
 }
 
 /// The state of one prompt.
@@ -77,7 +110,14 @@ impl Run {
             streams.push(events.map(move |event| (index, event)).boxed());
         }
         let format = style.format(&context);
+        let log = FailureLog {
+            request_id: incoming.id.clone(),
+            client_request_id: incoming.client_request_id.clone(),
+            account: incoming.header_options.account.clone(),
+            model: Arc::clone(&context.model),
+        };
         let run = Self {
+            log,
             events: stream::select_all(streams).boxed(),
             progress,
             context,
@@ -95,6 +135,7 @@ impl Run {
         let next = self.next_part().await;
         if let Some(Err(error)) = &next {
             self.progress.fail(error.status());
+            self.log.write(error, &self.app.failures_logged);
             self.end();
         }
         next
@@ -141,7 +182,11 @@ impl Run {
             let prompt = &mut self.prompts[index];
             // The worker must send the logprobs before the first generated token.
             if prompt.awaits_logprobs && matches!(event, AnswerEvent::Delta(_) | AnswerEvent::Finished) {
-                return Some(Err(DispatchError::Lost { reason: FailureReason::EngineFailed }.into()));
+                return Some(Err(DispatchError::Lost {
+                    reason: FailureReason::EngineFailed,
+                    worker: self.progress.decode_worker(index),
+                }
+                .into()));
             }
             self.progress.record(index, &event);
             if let Some(part) = prompt.part(event) {

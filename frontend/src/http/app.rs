@@ -22,7 +22,7 @@ use std::{collections::BTreeSet, num::NonZero, sync::Arc, time::Duration};
 use tandem_api::{Problem, body_bytes_max};
 use tandem_grammar::Constraint;
 use tandem_kv::{HashKey, Namespace, Priority};
-use tandem_process::{Metrics, Shutdown, trace::Tracer};
+use tandem_process::{LogLimit, Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{
     channel::{Network, PeerRole},
     v1::Identity,
@@ -82,6 +82,7 @@ pub(crate) struct App {
     /// The ended prompts that the dashboard shows; `None`: there is no dashboard.
     pub(super) recent: Option<Arc<Recent>>,
     pub(super) audit: Option<LastAudit>,
+    pub(super) failures_logged: LogLimit,
 }
 
 impl App {
@@ -124,6 +125,7 @@ impl App {
             dispatcher: Arc::new(dispatcher),
             admission: Admission::new(sequences, shutdown, Arc::clone(&metrics)),
             audit: settings.audit_result.map(|path| LastAudit::new(path, registry.clone())),
+            failures_logged: LogLimit::default(),
             metrics,
             block_size: settings.block_size,
             hash_key,

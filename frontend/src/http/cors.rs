@@ -29,8 +29,8 @@ impl Origins {
         Self(origins.into())
     }
 
-    /// Returns the value of `access-control-allow-origin` for a request of a page; `None` if the page may not send it, or if no page sends
-    /// it.
+    /// Returns the value of `access-control-allow-origin` for a request that a web page sends; `None` if the page may not send it, or if
+    /// the request is not from a page.
     pub(super) fn allow(&self, path: &str, headers: &HeaderMap) -> Option<HeaderValue> {
         let origin = headers.get(header::ORIGIN)?;
         if !SHARED.iter().any(|shared| path.starts_with(shared)) {

@@ -35,6 +35,8 @@ pub(super) struct Incoming {
     pub(super) app: Arc<App>,
     /// The request id, which this server generates.
     pub(super) id: String,
+    /// The id that the client gave to the request.
+    pub(super) client_request_id: Option<Arc<str>>,
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
@@ -90,7 +92,7 @@ impl Incoming {
         let inline = body.len() <= PARSE_INLINE_BYTES;
         let parse = move || tandem_api::parse(&body, elements_max);
         let (request, ignored) = if inline { parse()? } else { self.app.parsing.run(self.client.as_ref(), parse).await? };
-        // A body that is parsed as two types has the fields of both.
+        // If a body is parsed as two types, a field is ignored only if both ignore it.
         self.ignored = Some(match self.ignored.take() {
             Some(before) => before.also_in(&ignored),
             None => ignored,
@@ -211,6 +213,7 @@ impl Incoming {
         let max_tokens = options.sampling.max_tokens.unwrap_or(rest_of_context);
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),
+            client_request_id: self.client_request_id.clone(),
             traceparent: self.traceparent.clone(),
             span: self.admitted.span.clone(),
             account: self.header_options.account.clone(),

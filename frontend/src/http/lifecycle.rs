@@ -5,7 +5,7 @@ use super::{
     body,
     explain::explain,
     incoming::{Incoming, Work},
-    request_id::HttpRequestId,
+    request_id::{ClientRequestId, HttpRequestId},
     respond::{Reply, respond},
     sse::events,
 };
@@ -65,6 +65,7 @@ where
     let mut incoming = Incoming {
         app,
         id,
+        client_request_id: parts.extensions.get().map(|ClientRequestId(id)| Arc::clone(id)),
         admitted,
         header_options,
         traceparent,

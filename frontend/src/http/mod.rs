@@ -24,6 +24,7 @@ mod request_id;
 mod respond;
 mod responses;
 mod sse;
+pub(crate) mod starting;
 mod tokenize;
 mod trailing_slash;
 mod trust;

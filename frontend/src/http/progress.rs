@@ -141,6 +141,11 @@ impl Progress {
         self.status = status.as_u16();
     }
 
+    /// Returns the name of the decode worker that generated the first token of the prompt with this index.
+    pub(super) fn decode_worker(&self, index: usize) -> String {
+        self.prompts[index].facts.as_ref().map_or_else(String::new, |facts| facts.placement.decode.worker.worker_id.clone())
+    }
+
     fn trace(&self) {
         if !self.span.is_sampled() {
             return;

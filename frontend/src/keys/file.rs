@@ -99,7 +99,7 @@ pub enum ApiKeyFileError {
 }
 
 impl ApiKeyFile {
-    /// Reads a file.
+    /// Reads a file of API keys.
     ///
     /// # Errors
     /// The file cannot be read or is invalid.

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn bucket_holds_a_minute_and_refills_evenly() {
+    async fn token_bucket_holds_the_limit_of_one_minute_and_refills_evenly() {
         let start = Instant::now();
         let after = |seconds: f64| start + Duration::from_secs_f64(seconds);
         let mut bucket = Bucket::full(limit(60), start);

@@ -440,7 +440,8 @@ async fn audit_log_has_a_line_for_each_call_with_the_clients_usage_and_no_text()
     let usage = reply.json().await.1["usage"].clone();
     let streamed = answered(&mut cluster, &secret, merged(messages, json!({ "stream": true }))).await;
     assert!(streamed.events().await.1, "the answer is complete");
-    assert_eq!(cluster.send(Method::POST, CHAT, &[], chat(json!({})).to_string()).await.status(), StatusCode::UNAUTHORIZED);
+    let without_key = cluster.send(Method::POST, CHAT, &[("x-request-id", "mine")], chat(json!({})).to_string()).await;
+    assert_eq!(without_key.status(), StatusCode::UNAUTHORIZED);
     until(&cluster, &secret, StatusCode::OK).await;
     assert_eq!(ask(&cluster, &secret, json!({ "n": 0 })).await.status(), StatusCode::BAD_REQUEST);
     let abandoned = spawn_ask(&cluster, &secret, json!({ "stream": true }));
@@ -472,7 +473,7 @@ async fn audit_log_has_a_line_for_each_call_with_the_clients_usage_and_no_text()
     let of = |index: usize| (&found[index]["key"], &found[index]["status"], &found[index]["completion_tokens"]);
     assert_eq!(of(1), (&json!("alice"), &json!(200), &json!(5)), "a streamed answer");
     for (field, expected) in
-        [("key", Value::Null), ("account", Value::Null), ("address", json!("127.0.0.1")), ("count", json!(1))]
+        [("key", Value::Null), ("client_request_id", json!("mine")), ("address", json!("127.0.0.1")), ("count", json!(1))]
     {
         assert_eq!(refused[0].get(field), Some(&expected), "{field} of a request without a key");
     }

@@ -113,7 +113,7 @@ async fn all_samples_have_one_late_count() {
 }
 
 #[tokio::test]
-async fn stop_strings_end_the_generation_and_only_its_usage_waits() {
+async fn generation_ends_when_every_sample_has_a_stop_string_and_only_the_usage_is_late() {
     let mut cluster = Cluster::start().await;
     let options = streamed(json!({ "n": 2, "stop": ["STOP"] }));
     let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), options));

@@ -12,6 +12,7 @@ mod failures;
 mod generate;
 mod keys;
 mod late_count;
+mod logs;
 mod messages;
 mod openapi;
 mod output_blocks;

@@ -1,6 +1,6 @@
-//! Distinguishes a peer that ended during a call from one that was unreachable, or that refused the call.
+//! Distinguishes a peer that ended during a call from one that was unreachable, or that refused the call, and says so in words.
 
-use std::error::Error;
+use std::{error::Error, iter};
 use tonic::{ConnectError, Status};
 
 /// Whether the call failed because its connection ended after the call was sent: the peer's process has ended, or the network was interrupted. False
@@ -16,4 +16,35 @@ pub fn has_ended(status: &Status) -> bool {
         cause = error.source();
     }
     has_cause
+}
+
+/// Returns a status in words for operators: the peer's answer, or why there is none. The status's own `Display` writes the cause as Rust's debug
+/// output.
+pub fn status_text(status: &Status) -> String {
+    let causes = iter::successors(status.source(), |cause| (**cause).source());
+    match causes.last() {
+        Some(cause) => cause.to_string(),
+        None if status.message().is_empty() => status.code().description().to_owned(),
+        None => status.message().to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn status_text_has_no_debug_output() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("transport error")]
+        struct Outer(#[source] std::io::Error);
+        let broken = Status::from_error(Box::new(Outer(std::io::ErrorKind::BrokenPipe.into())));
+        for (status, expected) in [
+            (broken, "broken pipe"),
+            (Status::unavailable("the engine hangs"), "the engine hangs"),
+            (Status::unavailable(""), "The service is currently unavailable"),
+        ] {
+            assert_eq!(status_text(&status), expected);
+        }
+    }
 }

@@ -137,7 +137,7 @@ impl ClusterTls {
         let config = Arc::clone(&self.current.read().client);
         // The name is not compared with the certificate.
         let name = ServerName::try_from("tandem").map_err(io::Error::other)?;
-        let stream = in_time(TlsConnector::from(config).connect(name, stream)).await?;
+        let stream = in_time(TlsConnector::from(config).connect(name, stream)).await.map_err(not_encrypted)?;
         let peer = self.role(stream.get_ref().1.peer_certificates())?;
         if !expected.contains(&peer) {
             let text = format!("the certificate at this address is that of a {}, which does not serve these calls", peer.name());
@@ -149,6 +149,18 @@ impl ClusterTls {
 
 async fn in_time<T>(handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     timeout(HANDSHAKE_MAX, handshake).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+/// Replaces the error of a peer that does not answer with TLS by one that says what to do.
+fn not_encrypted(error: io::Error) -> io::Error {
+    let cause = error.get_ref().and_then(|cause| cause.downcast_ref());
+    match cause {
+        Some(rustls::Error::InvalidMessage(rustls::InvalidMessage::InvalidContentType)) => io::Error::new(
+            error.kind(),
+            "the process at this address has no certificate; start it with --cluster-cert, --cluster-cert-key and --cluster-ca",
+        ),
+        _ => error,
+    }
 }
 
 /// Returns the process that a certificate names.
@@ -411,6 +423,22 @@ mod tests {
         Arc::make_mut(&mut client.current.write().client).client_auth_cert_resolver = Arc::new(NoCertificate);
         let [refused, _] = meet(&server, &client, &PeerRole::ALL).await;
         assert!(refused.is_err());
+    }
+
+    #[tokio::test]
+    async fn server_without_a_certificate_is_named_as_the_cause() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free");
+        let address = listener.local_addr().expect("the listener is bound").to_string();
+        let serves = async {
+            let (mut stream, _) = listener.accept().await.expect("the client connects");
+            // The SETTINGS with which an HTTP/2 server begins.
+            tokio::io::AsyncWriteExt::write_all(&mut stream, b"\0\0\0\x04\0\0\0\0\0").await.expect("the client reads");
+            stream
+        };
+        let client = Authority::new().tls("c", PeerRole::Router);
+        let (_stream, refused) = tokio::join!(serves, client.connect(address, &PeerRole::ALL));
+        let error = refused.map(drop).expect_err("the server does not encrypt").to_string();
+        assert!(error.contains("has no certificate") && error.contains("--cluster-cert"), "{error}");
     }
 
     #[tokio::test]

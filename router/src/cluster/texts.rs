@@ -2,7 +2,7 @@
 
 use crate::route::{self, Candidate, Cost, CostsByUse, PlacementSeed, RouteChoice, WorkerPair};
 use std::collections::BTreeSet;
-use tandem_proto::v1::ModelView;
+use tandem_proto::v1::{ModelView, UnavailableWorker};
 
 /// The reason why a draining router is unavailable.
 pub(crate) const DRAINING: &str = "the router is draining";
@@ -13,6 +13,20 @@ pub(super) fn starting(synced: usize, known: usize) -> String {
         return "the router is starting: it has not read the list of workers yet".to_owned();
     }
     format!("the router is starting: its index has {synced} of {known} workers")
+}
+
+/// Adds to the reason why one of the `unavailable` workers has not joined, and how many others have not: first one that has to be changed before it
+/// can join.
+pub(super) fn not_joined<'a>(reason: &str, unavailable: impl Iterator<Item = &'a UnavailableWorker>) -> String {
+    let mut unavailable: Vec<&UnavailableWorker> = unavailable.collect();
+    unavailable.sort_by_key(|worker| !worker.incompatible);
+    match &unavailable[..] {
+        [] => reason.to_owned(),
+        [only] => format!("{reason}; {}: {}", only.address, only.reason),
+        [first, others @ ..] => {
+            format!("{reason}; {}: {} ({} more have not joined)", first.address, first.reason, others.len())
+        }
+    }
 }
 
 /// Returns the reasons why no request for any of these models can be placed; `None` if requests for at least one of them can be placed.

@@ -56,6 +56,12 @@ impl UnavailableWorkers {
         self.by_address.remove(address);
     }
 
+    /// Returns why the worker at this address must not join; empty if it may, or was not reached.
+    pub(crate) fn refusal(&self, address: &str) -> String {
+        let worker = self.by_address.get(address).filter(|worker| worker.incompatible);
+        worker.map(|worker| worker.reason.clone()).unwrap_or_default()
+    }
+
     /// Returns the workers that could not be reached or must not join, with their reasons.
     pub(super) fn values(&self) -> impl ExactSizeIterator<Item = &UnavailableWorker> {
         self.by_address.values()

@@ -28,8 +28,7 @@ impl ClusterState {
 
     /// Returns a function that counts one call refused because it lacks the cluster key.
     pub(crate) fn count_unauthenticated(&self) -> OnRefused {
-        let refused = self.metrics.unauthenticated.clone();
-        Arc::new(move || refused.increment(1))
+        tandem_process::on_refused(self.metrics.unauthenticated.clone())
     }
 
     /// Returns the reason why the router is still starting; `None` if it does not wait for workers that were listed at its start.
@@ -42,10 +41,20 @@ impl ClusterState {
     pub(crate) fn unavailable_reason(&self) -> Option<String> {
         let models = self.models();
         self.starting_reason().or_else(|| match &models[..] {
-            [] => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
+            [] => Some(self.explained(NoEligibleWorker::NoDecodeWorker)),
             [only] => only.unavailable_reason.clone(),
             several => texts::all_unavailable(several),
         })
+    }
+
+    /// Returns the reason with what the listed workers lack that have not joined.
+    fn explained(&self, reason: NoEligibleWorker) -> String {
+        match reason {
+            NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker => {
+                texts::not_joined(&reason.to_string(), self.unavailable.values())
+            }
+            reason => reason.to_string(),
+        }
     }
 
     /// Returns the models that members serve; if the settings name the only model, at most that one.
@@ -54,7 +63,10 @@ impl ClusterState {
         let view = |model: &Arc<str>| v1::ModelView {
             identity: Some(self.identity_of(model)),
             workers: self.members.of_model(model).count() as u32,
-            unavailable_reason: self.members.unavailable_reason(model, self.settings.prefill).map(|reason| reason.to_string()),
+            unavailable_reason: self
+                .members
+                .unavailable_reason(model, self.settings.prefill)
+                .map(|reason| self.explained(reason)),
         };
         self.members.models().into_iter().filter(|model| only.is_empty() || ***model == *only).map(view).collect()
     }

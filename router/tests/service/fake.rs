@@ -49,6 +49,7 @@ pub struct FakeWorker {
     info: Arc<Mutex<WorkerInfo>>,
     watches: UnboundedReceiver<FakeWatch>,
     snapshots: UnboundedReceiver<FakeSnapshot>,
+    refusals: UnboundedReceiver<String>,
 }
 
 /// A router's request for a snapshot.
@@ -69,11 +70,13 @@ struct Service {
     info: Arc<Mutex<WorkerInfo>>,
     watches: UnboundedSender<FakeWatch>,
     snapshots: UnboundedSender<FakeSnapshot>,
+    refusals: UnboundedSender<String>,
 }
 
 #[tonic::async_trait]
 impl Control for Service {
-    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
+    async fn describe(&self, request: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
+        self.refusals.send(request.into_inner().refusal).map_err(over)?;
         Ok(Response::new(self.info.lock().expect("no test panics with the lock").clone()))
     }
 
@@ -116,13 +119,13 @@ impl FakeWorker {
             block_bytes: 1_000,
             ..Default::default()
         };
-        let (info, (watches, received), (snapshots, asked)) =
-            (Arc::new(Mutex::new(info)), unbounded_channel(), unbounded_channel());
+        let (info, (watches, received), (snapshots, asked), (refusals, refused)) =
+            (Arc::new(Mutex::new(info)), unbounded_channel(), unbounded_channel(), unbounded_channel());
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let address = listener.local_addr().expect("the listener is bound").to_string();
-        let service = ControlServer::new(Service { info: info.clone(), watches, snapshots });
+        let service = ControlServer::new(Service { info: info.clone(), watches, snapshots, refusals });
         tokio::spawn(channel::server().add_service(service).serve_with_incoming(channel::incoming(listener)));
-        Self { address, info, watches: received, snapshots: asked }
+        Self { address, info, watches: received, snapshots: asked, refusals: refused }
     }
 
     pub fn describe_as(&self, change: impl FnOnce(&mut WorkerInfo)) {
@@ -132,6 +135,16 @@ impl FakeWorker {
     /// Returns the router's next `Watch` stream.
     pub async fn watched(&mut self) -> FakeWatch {
         soon(self.watches.recv()).await.expect("the server runs")
+    }
+
+    /// Returns the next reason for which the router refuses the worker.
+    pub async fn refused(&mut self) -> String {
+        loop {
+            let reason = soon(self.refusals.recv()).await.expect("the server runs");
+            if !reason.is_empty() {
+                return reason;
+            }
+        }
     }
 
     /// Returns the router's next request for a snapshot.

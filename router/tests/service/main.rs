@@ -4,6 +4,7 @@
 
 mod etcd;
 mod fake;
+mod logs;
 mod nats;
 mod peers;
 

@@ -297,7 +297,7 @@ async fn capacity(cluster: &SimulatedCluster) -> Result<f64> {
             clients.spawn(exchange(cluster, request(number, Duration::ZERO)));
             number += 1;
         }
-        clients.join_next().await.context("clients run")??;
+        clients.join_next().await.context("a client has ended")??;
         served += usize::from(started.elapsed() >= SATURATED_AFTER);
     }
     while clients.join_next().await.is_some() {}
@@ -310,7 +310,7 @@ async fn idle(cluster: &SimulatedCluster) -> Result<Vec<Duration>> {
     let mut first_tokens = Vec::new();
     for number in 0..IDLE {
         let (_, outcome, _) = exchange(cluster, request(IDLE_FIRST + number, Duration::ZERO)).await;
-        first_tokens.push(outcome.first_event.context("an idle cluster answers every request")?);
+        first_tokens.push(outcome.first_event.context("the idle cluster did not answer a request")?);
     }
     settled(cluster).await?;
     Ok(first_tokens)

@@ -128,7 +128,7 @@ async fn prompt_of_a_disconnected_client_is_counted_in_the_ledger() -> Result<()
     let options = json!({ "max_tokens": 1_500, "stream": true });
     let request = Endpoint::Completions.request("fake", &prose("disconnected", 300), options);
     let mut response = cluster.client.send(Endpoint::Completions.path(), &request).await?;
-    response.chunk().await?.context("the answer has begun")?;
+    response.chunk().await?.context("the answer did not begin")?;
     drop(response);
     until("the engine has ended the request", || cluster.external.fake.running() == 0).await?;
     wait_until("the prompt is counted", async || {

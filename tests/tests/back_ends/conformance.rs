@@ -408,7 +408,7 @@ async fn draining_worker_completes_its_requests_and_refuses_others() -> Result<(
         let services = Services::default();
         let endpoint = channel::endpoint(&back_end.decode_worker(&services).await?.to_string())?;
         let channel = channel::Network::default().connect(&endpoint).await?;
-        let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await?.into_inner();
+        let info = ControlClient::new(channel.clone()).describe(DescribeRequest::default()).await?.into_inner();
         assert_eq!((&*info.model, info.capacity_blocks), ("fake", back_end.get().info().capacity_blocks));
         let request = |number, max_tokens| GenerateRequest {
             request_id: format!("request-{number}"),
@@ -427,7 +427,7 @@ async fn draining_worker_completes_its_requests_and_refuses_others() -> Result<(
         };
         let mut client = DecodeClient::new(channel);
         let mut running = client.generate(request(1, 60)).await?.into_inner();
-        let first = timeout(LIMIT, running.message()).await??.context("the stream has a first message")?;
+        let first = timeout(LIMIT, running.message()).await??.context("the stream has no first message")?;
         assert!(matches!(first.message, Some(Message::Scheduled(_))), "{first:?}");
         let drained = services.shutdown.run(LIMIT);
         let both = async {

@@ -142,7 +142,7 @@ async fn engine_receives_the_name_of_the_requested_lora() -> Result<()> {
     for (model, lora) in [("sql", json!("sql")), ("fake", Value::Null), ("any name of the base model", Value::Null)] {
         let request = Generate { namespace: Namespace::new(model, "", "", ""), ..generate(&prompt(1, 100), 1) };
         assert_eq!(run(&adapter, request).await?.cached, on_device(0), "{model}");
-        assert_eq!(fake.seen().last().context("the engine has received the request")?["model"], lora, "{model}");
+        assert_eq!(fake.seen().last().context("the engine did not receive the request")?["model"], lora, "{model}");
     }
     fake.unload_lora("sql");
     let request = Generate { namespace: Namespace::new("sql", "", "", ""), ..generate(&prompt(1, 100), 1) };

@@ -102,7 +102,7 @@ async fn finish_reason_names_the_stop_or_end_of_sequence_token() -> Result<()> {
         let ends =
             |prompt: &Vec<TokenId>| continuation(prompt, 3, None).iter().position(|token| *token == END_TOKEN.0) == Some(2);
         let mut prompts = (20..).flat_map(|len| (0..250).map(move |seed| prompt(seed, len)));
-        let ending = prompts.find(ends).context("some answer ends")?;
+        let ending = prompts.find(ends).context("no answer ends")?;
         for prompt in [ending, prompt(4, 20)] {
             let whole = continuation(&prompt, 3, None);
             let mut request = request(&prompt, 50);
@@ -186,7 +186,7 @@ async fn isolated_clients_are_refused_unless_prefix_caching_is_off() -> Result<(
         let report = run(&adapter, Generate { namespace, ..request(&prompt, 1) }).await?;
         assert_eq!(report.cached, cached(0));
     }
-    assert!(adapter.watch().await.context("the engine runs")?.snapshot.stored.is_empty());
+    assert!(adapter.watch().await.context("the engine has ended")?.snapshot.stored.is_empty());
     assert!(fake.seen().iter().all(|body| body["cache_prompt"] == false));
     Ok(())
 }
@@ -241,7 +241,7 @@ async fn server_without_slots_is_refused() -> Result<()> {
 async fn restarted_server_is_another_instance() -> Result<()> {
     let LlamaCpp { fake, adapter, mut follower } = llama_cpp(LlamaCppFake::default(), |_| {}).await?;
     fake.pretend_restart();
-    let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower runs")??;
+    let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower has ended")??;
     assert!(matches!(ended, EngineEnded::Restarted));
     assert!(adapter.watch().await.is_none());
     Ok(())

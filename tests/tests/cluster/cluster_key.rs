@@ -35,7 +35,7 @@ async fn start_with_key() -> Result<TestCluster> {
 async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-    let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("the cluster must have two workers") };
+    let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("the cluster does not have two workers") };
     let mut router = RouterClient::new(to(cluster.inner().router)?);
     let (mut control, mut prefills) = (ControlClient::new(to(prefill.address)?), PrefillClient::new(to(prefill.address)?));
     let (mut decodes, mut transfer) = (DecodeClient::new(to(decode.address)?), TransferClient::new(to(decode.address)?));
@@ -44,7 +44,7 @@ async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(
         ("Explain", router.explain(ExplainRequest::default()).await.err()),
         ("Workers", router.workers(WorkersRequest {}).await.err()),
         ("Bookings", router.bookings(BookingsRequest::default()).await.err()),
-        ("Describe", control.describe(DescribeRequest {}).await.err()),
+        ("Describe", control.describe(DescribeRequest::default()).await.err()),
         ("Watch", control.watch(WatchRequest::default()).await.err()),
         ("Snapshot", control.snapshot(SnapshotRequest::default()).await.err()),
         ("Prefill", prefills.prefill(empty::<PrefillRequest>()).await.err()),
@@ -126,7 +126,9 @@ impl Insider {
     fn new(cluster: &TestCluster) -> Result<Self> {
         let network = Network::tcp(ClusterKey::new(SECRET)?);
         let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-        let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("the cluster must have two workers") };
+        let [prefill, decode] = cluster.inner().workers.as_slice() else {
+            anyhow::bail!("the cluster does not have two workers")
+        };
         let (router, decode) = (RouterClient::new(to(cluster.inner().router)?), DecodeClient::new(to(decode.address)?));
         Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
     }
@@ -141,7 +143,7 @@ impl Insider {
         let Some(route_reply::Message::Placement(Placement { decode, prefill, .. })) = reply else { anyhow::bail!("{reply:?}") };
         let worker = |candidate: Option<Candidate>| candidate.and_then(|candidate| candidate.worker);
         let [Some(decode), Some(prefill)] = [worker(decode), worker(prefill)] else {
-            anyhow::bail!("the placement must name both workers")
+            anyhow::bail!("the placement does not name both workers")
         };
         Ok([decode, prefill])
     }

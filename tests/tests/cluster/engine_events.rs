@@ -54,7 +54,7 @@ fn batch(number: u64) -> Vec<EngineEvent> {
 
 impl Setup {
     async fn next(&mut self) -> Result<MirrorUpdate> {
-        timeout(TIMEOUT, self.subscription.next()).await?.context("the task that receives the events runs")
+        timeout(TIMEOUT, self.subscription.next()).await?.context("the task that receives the events has ended")
     }
 
     async fn publish(&self, batches: impl IntoIterator<Item = u64>) -> Result<()> {
@@ -260,7 +260,7 @@ async fn subscription_may_start_before_the_engine() -> Result<()> {
     drop(publisher);
     let mut subscription = Subscription::start(self::settings(&settings))?;
     let publisher = loop {
-        // The port is free as soon as the publisher's task has ended, so binding is retried.
+        // The port becomes free only when the publisher's task has ended, so binding is retried until then.
         match Publisher::bind_with(settings.clone()).await {
             Ok(publisher) => break publisher,
             Err(_) => tokio::task::yield_now().await,

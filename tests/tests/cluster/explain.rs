@@ -40,7 +40,7 @@ async fn explanation_matches_the_placement_and_runs_no_prompt() -> Result<()> {
         args.extend(json.then_some("--json"));
         let cli = tandem::cli::Cli::read(args.into_iter().map(Into::into).collect(), None)?;
         let tandem::cli::Command::Route { command: tandem::cli::RouteCommand::Explain(args) } = cli.command else {
-            anyhow::bail!("the command is route explain")
+            anyhow::bail!("the command is not route explain")
         };
         tandem::explain::run(args)
     };

@@ -42,14 +42,15 @@ async fn complete(client: &Client, model: &str) -> Result<(u16, Value)> {
 async fn requests_are_answered_by_workers_of_their_model_and_caches_are_separate() -> Result<()> {
     let (services, client) = start(&["a", "b"]).await?;
     let listed: Value = serde_json::from_str(&client.get("/v1/models").await?.1)?;
-    let ids: Vec<_> = listed["data"].as_array().context("a list")?.iter().map(|model| model["id"].clone()).collect();
+    let ids: Vec<_> =
+        listed["data"].as_array().context("the value is not a list")?.iter().map(|model| model["id"].clone()).collect();
     assert_eq!(ids, ["a", "b"]);
     assert_eq!(client.get("/v1/models/b").await?.0, 200);
     let ready: Value = serde_json::from_str(&client.get("/ready").await?.1)?;
     assert_eq!(ready, json!({ "status": "ready", "models": { "a": "ready", "b": "ready" } }));
     for (model, is_cached) in [("a", false), ("b", false), ("a", true), ("b", true)] {
         let (status, answer) = complete(&client, model).await?;
-        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().context("a count")?;
+        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().context("the value is not a count")?;
         ensure!((status, cached > 0) == (200, is_cached), "{model}: {answer}");
         assert_eq!(answer["model"], model);
     }

@@ -24,7 +24,10 @@ async fn check_schemas(cluster: &TestCluster, schemas: &[Schema], options: &Valu
         let (client, model) = (client.clone(), cluster.model_id());
         async move {
             let mut request = schema.request(&model, 300, seed);
-            request.as_object_mut().context("the body is an object")?.extend(options.as_object().cloned().unwrap_or_default());
+            request
+                .as_object_mut()
+                .context("the body is not an object")?
+                .extend(options.as_object().cloned().unwrap_or_default());
             let answer = client.answer(Endpoint::Chat.path(), &request).await?;
             ensure!(answer.status == 200, "{}: {answer:?}", schema.name);
             let texts = finished(&answer);

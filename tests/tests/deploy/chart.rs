@@ -88,13 +88,13 @@ fn flag<'a>(arguments: &'a [String], name: &str) -> Option<&'a str> {
 }
 
 fn port(address: &str) -> Result<u64> {
-    Ok(address.rsplit_once(':').context("an address has a port")?.1.parse()?)
+    Ok(address.rsplit_once(':').context("the address has no port")?.1.parse()?)
 }
 
 /// Returns the number of a container's port with this name.
 fn port_named(container: &Value, name: &str) -> Result<u64> {
     let port = list(&container["ports"]).iter().find(|port| port["name"] == *name).with_context(|| format!("the port {name}"))?;
-    port["containerPort"].as_u64().context("a number")
+    port["containerPort"].as_u64().context("the value is not a number")
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn settings_and_ports_of_the_chart_exist_in_the_product() -> Result<()> {
             for arg in &mut args {
                 let Some((flag, file)) = arg.split_once(SECRETS) else { continue };
                 let file = secrets.path().join(file);
-                fs::create_dir_all(file.parent().context("a folder")?)?;
+                fs::create_dir_all(file.parent().context("the value is not a folder")?)?;
                 fs::write(&file, "x")?;
                 *arg = format!("{flag}{}", file.display());
             }
@@ -129,16 +129,16 @@ fn settings_and_ports_of_the_chart_exist_in_the_product() -> Result<()> {
 
             let service = if args[0] == "frontend" { "http" } else { "grpc" };
             for (name_of_port, setting) in [(service, "--listen"), ("admin", "--admin-listen")] {
-                let listens = port(flag(&args, setting).context("an address")?)?;
+                let listens = port(flag(&args, setting).context("the value is not an address")?)?;
                 ensure!(port_named(container, name_of_port)? == listens, "{name}: {name_of_port} is not {listens}");
             }
             for (probe, path) in [("startupProbe", "/live"), ("livenessProbe", "/live"), ("readinessProbe", "/ready")] {
                 ensure!(container[probe]["httpGet"] == json!({ "path": path, "port": "admin" }), "{name}: {probe}");
             }
-            let grace: u64 = flag(&args, "--grace-period").context("a grace period")?.parse()?;
+            let grace: u64 = flag(&args, "--grace-period").context("there is no grace period")?.parse()?;
             let stop = &container["lifecycle"]["preStop"]["exec"]["command"][1];
             let stop: u64 = if stop.is_null() { 0 } else { text(stop).parse()? };
-            let given = pod["terminationGracePeriodSeconds"].as_u64().context("a number")?;
+            let given = pod["terminationGracePeriodSeconds"].as_u64().context("the value is not a number")?;
             ensure!(given > grace + stop, "{name}: {given} s end before the process has drained");
         }
     }
@@ -191,15 +191,18 @@ fn static_addresses_of_the_chart_belong_to_its_pods() -> Result<()> {
             lists.split(',').filter(|address| !address.is_empty()).map(str::to_owned).collect::<Vec<_>>()
         });
         for address in files.chain(listed) {
-            let (host, number) = address.split_once(':').context("an address has a port")?;
-            let (pod, service) = host.split_once('.').context("the name of a pod and a Service")?;
-            let (set, ordinal) = pod.rsplit_once('-').context("a pod's name has a number")?;
+            let (host, number) = address.split_once(':').context("the address has no port")?;
+            let (pod, service) = host.split_once('.').context("the address does not name a pod and a Service")?;
+            let (set, ordinal) = pod.rsplit_once('-').context("the pod's name has no number")?;
             let set = rendering.of_kind("StatefulSet").find(|object| object["metadata"]["name"] == *set);
             let spec = &set.with_context(|| format!("{}: {address} is of no StatefulSet", rendering.values))?["spec"];
             let scaler =
                 rendering.of_kind("HorizontalPodAutoscaler").find(|scaler| scaler["metadata"]["name"] == spec["serviceName"]);
             let replicas = scaler.map_or(&spec["replicas"], |scaler| &scaler["spec"]["maxReplicas"]);
-            ensure!(ordinal.parse::<u64>()? < replicas.as_u64().context("a number")?, "{address} does not exist");
+            ensure!(
+                ordinal.parse::<u64>()? < replicas.as_u64().context("the value is not a number")?,
+                "{address} does not exist"
+            );
             ensure!(spec["serviceName"] == *service, "{address} is not a name in {}", spec["serviceName"]);
             let container = containers(&spec["template"]["spec"]).find(|container| container["name"] == "tandem");
             ensure!(port_named(container.context("a container")?, "grpc")?.to_string() == number, "{address}: the port");
@@ -229,16 +232,17 @@ fn each_pod_of_the_chart_has_the_certificate_of_its_own_role() -> Result<()> {
             {
                 ensure!(flag(&args, setting) == Some(&*format!("{SECRETS}cluster-tls/{file}")), "{name}: {setting}");
             }
-            let volume = list(&pod["volumes"]).iter().find(|volume| volume["name"] == "cluster-tls").context("a volume")?;
-            let (_, component) = text(&volume["secret"]["secretName"]).rsplit_once('-').context("the name of a Secret")?;
+            let volume =
+                list(&pod["volumes"]).iter().find(|volume| volume["name"] == "cluster-tls").context("there is no volume")?;
+            let (_, component) = text(&volume["secret"]["secretName"]).rsplit_once('-').context("the volume names no Secret")?;
             ensure!(SECRET_OF_ROLE.contains(&(component, &args[0])), "{name} has the certificate {volume}");
             mounted += 1;
         }
         for certificate in rendering.of_kind("Certificate").filter(|certificate| certificate["spec"]["isCA"].is_null()) {
             let (spec, cluster) = (&certificate["spec"], text(&certificate["metadata"]["name"]));
-            let (cluster, component) = cluster.rsplit_once('-').context("the names of a cluster and a component")?;
-            let role = SECRET_OF_ROLE.into_iter().find(|(secret, _)| *secret == component).context("a role")?.1;
-            let role = PeerRole::ALL.into_iter().find(|known| known.name() == role).context("a role of a process")?;
+            let (cluster, component) = cluster.rsplit_once('-').context("the name does not have a cluster and a component")?;
+            let role = SECRET_OF_ROLE.into_iter().find(|(secret, _)| *secret == component).context("there is no role")?.1;
+            let role = PeerRole::ALL.into_iter().find(|known| known.name() == role).context("no process has this role")?;
             let peer = Peer { cluster: cluster.to_owned(), role };
             ensure!(spec["uris"] == json!([peer.uri("tandem.internal")]), "{spec}");
             ensure!(text(&spec["secretName"]) == format!("{cluster}-cert-{component}"), "{spec}");
@@ -331,7 +335,11 @@ async fn metrics_and_health_paths_of_the_chart_exist_in_the_product() -> Result<
             let endpoint = &monitor["spec"]["endpoints"][0];
             ensure!(endpoint["path"] == "/metrics" && endpoint["port"] == "admin", "{endpoint}");
             let has_port = |service: &&Value| list(&service["spec"]["ports"]).iter().any(|port| port["name"] == "admin");
-            ensure!(rendering.of_kind("Service").filter(has_port).count() == 4, "{}: four roles have metrics", rendering.values);
+            ensure!(
+                rendering.of_kind("Service").filter(has_port).count() == 4,
+                "{}: not all four roles have metrics",
+                rendering.values
+            );
         }
         for rules in rendering.of_kind("PrometheusRule") {
             let alerts: Value = yaml_serde::from_str(&fs::read_to_string(deploy("helm/tandem/files/alerts.yml"))?)?;
@@ -349,7 +357,7 @@ async fn metrics_and_health_paths_of_the_chart_exist_in_the_product() -> Result<
 
     let admin = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let args = ["tandem", "router", "--listen=127.0.0.1:0", &format!("--admin-listen={admin}")].map(Into::into).to_vec();
-    let cli::Command::Router(router) = Cli::read(args, None)?.command else { anyhow::bail!("the command is router") };
+    let cli::Command::Router(router) = Cli::read(args, None)?.command else { anyhow::bail!("the command is not router") };
     let process = Process::router(router.role).await?;
     let client = Client::new(admin);
     for (path, status) in [("/live", 200), ("/ready", 503), ("/metrics", 200)] {

@@ -144,7 +144,7 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
     let rows = "Object.fromEntries([...document.querySelectorAll('#recent tbody tr')].map((row) => [row.dataset.request,
         Object.fromEntries([...row.querySelectorAll('[data-field]')].map((cell) => [cell.dataset.field, cell.textContent]))]))";
     let rows = browser.value(rows).await?;
-    assert_eq!(rows.as_object().context("rows")?.len(), 61);
+    assert_eq!(rows.as_object().context("the rows are not a list")?.len(), 61);
     let mut answered = 0;
     for line in client.lines() {
         let (Some(id), Some(answer)) = (line.request_id, line.usage) else { continue };
@@ -177,10 +177,10 @@ async fn explains_every_term(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that the lines of a page which is opened now begin before that time.
+/// Opens the page again, and asserts that its charts have points from before it was opened.
 async fn shows_the_history(browser: &mut Browser) -> Result<()> {
     let url = browser.value("location.href").await?;
-    browser.open(url.as_str().context("a URL")?).await?;
+    browser.open(url.as_str().context("the page has no URL")?).await?;
     browser.until("document.getElementById('state')?.textContent === 'Ready'").await?;
     for chart in ["hit-rate", "overlap-blocks"] {
         // A period with one point alone is a dot.
@@ -200,7 +200,7 @@ async fn chats(browser: &mut Browser, client: &Client) -> Result<()> {
     }
     let cached = "[...document.querySelectorAll('#conversation [data-cached]')].map((usage) => Number(usage.dataset.cached))";
     let cached = browser.value(cached).await?;
-    ensure!(cached[1].as_u64() > Some(64), "the second turn finds the first one in the cache: {cached}");
+    ensure!(cached[1].as_u64() > Some(64), "the second turn did not find the first one in the cache: {cached}");
     let page = browser.value("document.getElementById('conversation').textContent").await?;
     ensure!(page.as_str().is_some_and(|text| text.contains(SECRET) && text.contains("prompt tokens cached")), "{page}");
     for path in ["/dashboard/cluster", "/dashboard/requests", "/dashboard/history"] {
@@ -235,7 +235,7 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
         ensure!(visited.iter().any(|at| at == stop), "Tab does not lead to {stop}: {visited:?}");
     }
     let outlined = browser.value("getComputedStyle(document.activeElement).outlineStyle").await?;
-    ensure!(outlined == "solid", "the focused element has an outline: {outlined}");
+    ensure!(outlined == "solid", "the focused element has no outline: {outlined}");
     browser.press("Enter").await?;
     browser.until("document.getElementById('request').open").await?;
     assert_eq!(browser.value("document.getElementById('request-title').textContent").await?, format!("Request {request}"));
@@ -309,7 +309,7 @@ async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     let shown = browser.value("document.querySelector('#explained .explanation').textContent").await?;
     assert_eq!(without_costs(&shown), without_costs(&expected["explanation"]));
     let chosen = "[...document.querySelectorAll('#costs .chosen th')].map((head) => head.firstChild.textContent)";
-    let prefill = expected["prefill_worker"].as_str().context("prompts are computed elsewhere")?;
+    let prefill = expected["prefill_worker"].as_str().context("no prefill worker was chosen")?;
     assert_eq!(browser.value(chosen).await?, json!([format!("{prefill} prefills"), format!("{DECODE} receives")]));
     Ok(())
 }

@@ -23,21 +23,21 @@ use tokio::{
 /// How a request is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behaviour {
-    /// With this many tokens.
+    /// The answer has this many tokens.
     Tokens(u64),
-    /// With this status and an error.
+    /// The answer has this status and an error.
     Refuse(u16),
-    /// With a token, and an error as the next event.
+    /// A token, then an error event.
     ErrorEvent,
-    /// With a token, and an event that is no JSON.
+    /// A token, then an event that is not JSON.
     Malformed,
-    /// With a token, and the end of the stream.
+    /// A token, then the end of the stream.
     Cut,
-    /// With a token, and a lost connection.
+    /// A token, then the connection is lost.
     Lost,
-    /// With a token, and nothing more.
+    /// A token, then nothing, while the connection stays open.
     Stall,
-    /// As JSON, not as a stream.
+    /// The whole answer as JSON, not as a stream.
     Whole,
 }
 
@@ -67,7 +67,7 @@ pub struct Arrived {
     pub authorization: Option<String>,
 }
 
-/// How a fake server is built.
+/// The behaviour of a fake server.
 pub struct Settings {
     /// The number of answers that may begin; more can be added later.
     pub permits: usize,

@@ -40,7 +40,7 @@ fn closed(concurrency: usize) -> Pace {
     Pace::Closed { concurrency }
 }
 
-/// Conversations of three users: each prompt begins with a system prompt and continues the user's former one.
+/// Conversations of three users: each prompt begins with a system prompt and continues the user's previous one.
 fn conversations() -> String {
     let mut trace = String::new();
     for step in 0..4_u64 {
@@ -53,7 +53,7 @@ fn conversations() -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replayed_trace_has_its_lengths_and_the_cached_tokens_that_the_frontend_counted() -> Result<()> {
+async fn replay_sends_the_recorded_lengths_and_reports_the_cached_tokens_of_the_frontend() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let settings = Settings {
@@ -70,7 +70,7 @@ async fn replayed_trace_has_its_lengths_and_the_cached_tokens_that_the_frontend_
     assert_eq!(client.metric("tandem_frontend_prompt_tokens_total", "").await?, tokens.prompt as f64);
     let counted = client.metric("tandem_frontend_cached_tokens_total", "source=\"worker\"").await?;
     assert_eq!((tokens.cached_counted as f64, tokens.cached_estimated, tokens.cached_unmarked), (counted, 0, 0));
-    // Each prompt continues its user's former one. The router may place some of them elsewhere.
+    // Each prompt continues its user's previous one. The router may place some of them on the other worker, which has cached less.
     assert!(tokens.cached_counted >= 3 * (2 + 3 + 4) * 512 / 2, "{}", report::text(&report));
     assert_eq!(report.goodput.as_ref().map(|goodput| goodput.share), Some(1.0));
     assert!(report.seconds >= 1.1, "the trace lasts 1.1 s, the run {} s", report.seconds);
@@ -98,7 +98,7 @@ async fn estimated_cached_tokens_are_marked() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn open_loop_sends_at_the_times_of_the_trace_while_no_answer_comes() -> Result<()> {
+async fn open_loop_sends_at_the_times_of_the_trace_even_if_no_answer_arrives() -> Result<()> {
     // No answer begins before all requests have arrived.
     let fake = Fake::start(fake::Settings { permits: 0, ..Default::default() }, |_| Behaviour::Tokens(1)).await?;
     let trace: String = (0..6).map(|row| blocks(200 * row, &[row], 1)).collect();
@@ -122,20 +122,20 @@ async fn open_loop_sends_at_the_times_of_the_trace_while_no_answer_comes() -> Re
         );
     }
     // The first request was answered after the last one, which was due 500 ms later.
-    let ttft = report.ttft.as_ref().context("tokens arrived")?;
+    let ttft = report.ttft.as_ref().context("no token arrived")?;
     assert!(ttft.max_ms >= 495.0, "{ttft:?}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn time_to_first_token_counts_from_when_a_request_was_due() -> Result<()> {
+async fn time_to_first_token_is_counted_from_the_due_time_of_the_request() -> Result<()> {
     let fake =
         Fake::start(fake::Settings { holds: Duration::from_millis(60), ..Default::default() }, |_| Behaviour::Tokens(1)).await?;
     let trace: String = (0..5).map(|row| blocks(0, &[row], 1)).collect();
     let settings = Settings { in_flight_max: 1, ..Settings::new(&fake.url) };
     let report = replay(&trace, settings).await?;
     // All were due at once, and each waited for the one before.
-    let ttft = report.ttft.as_ref().context("tokens arrived")?;
+    let ttft = report.ttft.as_ref().context("no token arrived")?;
     assert!(ttft.max_ms >= 300.0 && ttft.p50_ms >= 180.0, "{ttft:?}");
     assert!(report.late.requests >= 4, "{:?}", report.late);
     assert_eq!((fake.in_flight_max(), report.requests.answered), (1, 5));
@@ -143,7 +143,7 @@ async fn time_to_first_token_counts_from_when_a_request_was_due() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn closed_loop_keeps_as_many_in_flight_as_set() -> Result<()> {
+async fn closed_loop_keeps_the_set_number_of_requests_in_flight() -> Result<()> {
     let fake = Fake::start(fake::Settings { permits: 0, ..Default::default() }, |_| Behaviour::Tokens(2)).await?;
     let trace: String = (0..9).map(|row| blocks(0, &[row], 1)).collect();
     let settings = Settings { pace: closed(3), ..Settings::new(&fake.url) };
@@ -268,9 +268,9 @@ async fn chat_rows_are_sent_as_recorded_with_key_and_extra_fields() -> Result<()
     settings.headers.insert("authorization", "Bearer secret".parse()?);
     settings.max_tokens = Some(16);
     settings.worker_header = Some("x-worker".parse()?);
-    settings.extra_body = json!({ "temperature": 0 }).as_object().cloned().context("an object")?;
+    settings.extra_body = json!({ "temperature": 0 }).as_object().cloned().context("the value is not an object")?;
     let report = replay(trace, settings).await?;
-    let [request] = &fake.requests()[..] else { anyhow::bail!("one request was sent") };
+    let [request] = &fake.requests()[..] else { anyhow::bail!("the number of requests is not one") };
     let streamed = json!({ "include_usage": true });
     let expected = json!({
         "messages": [{ "role": "user", "content": "a" }], "tools": [{ "type": "function" }], "model": "fake", "max_tokens": 16,
@@ -283,7 +283,7 @@ async fn chat_rows_are_sent_as_recorded_with_key_and_extra_fields() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_without_tokenize_gets_token_ids_or_nothing() -> Result<()> {
+async fn server_without_a_tokenize_endpoint_gets_token_ids_or_no_requests() -> Result<()> {
     let fake = Fake::start(fake::Settings { tokenizes: false, ..Default::default() }, |_| Behaviour::Tokens(1)).await?;
     let trace = blocks(0, &[5, 6], 1) + &blocks(0, &[5, 7], 1);
     let error = replay(&trace, Settings::new(&fake.url)).await.expect_err("text has no length");

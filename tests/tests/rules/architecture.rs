@@ -100,6 +100,12 @@ fn broken_rules(name: &str, text: &str) -> Vec<String> {
         if code.starts_with("#[path") && code.contains("_tests.rs") {
             found.push(format!("{name}:{}: unit tests are `mod tests`, inline or in `MODULE/tests.rs`", number + 1));
         }
+        if library && code.contains("%status,") {
+            found.push(format!(
+                "{name}:{}: a status is written with status_text; its own text has Rust's debug output",
+                number + 1
+            ));
+        }
         let banned = ["println!(", "dbg!("].iter().find(|word| code.contains(*word));
         if let Some(word) = banned.filter(|_| library) {
             found.push(format!("{name}:{}: {word}…) is for the binary; use tracing", number + 1));
@@ -171,6 +177,7 @@ fn violations_of_file_rules_are_detected() {
         ("crates/tandem/src/a.rs", "fn a() { println!(\"x\") }", 0),
         ("crates/kv/benches/a.rs", "fn a() { println!(\"x\") }", 0),
         ("crates/kv/src/a.rs", "/// Not `println!(`.", 0),
+        ("crates/kv/src/a.rs", "tracing::debug!(%status, \"x\");", 1),
         ("crates/kv/src/a.rs", "// TODO faster", 1),
         ("crates/kv/src/a.rs", "#[path = \"a_tests.rs\"]\nmod tests;", 1),
         ("crates/kv/src/a.rs", "// TODO faster when there are 512 workers", 0),

@@ -193,17 +193,29 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
     for board in ["cluster", "router", "workers"] {
         let file = fs::read_to_string(deploy(&format!("grafana/dashboards/{board}.json")))?;
         let board: Value = serde_json::from_str(&file).with_context(|| board.to_owned())?;
+        let variables = board["templating"]["list"].as_array().context("the dashboard has no variables")?;
+        let variables: Vec<&str> = variables.iter().filter_map(|variable| variable["name"].as_str()).collect();
+        if !variables.starts_with(&["datasource", "cluster", "namespace"]) {
+            problems.push(format!("{} has the variables {variables:?}", board["title"]));
+        }
         let panels = board["panels"].as_array().context("the dashboard has no panels")?;
         for panel in panels.iter().filter(|panel| panel["type"] != "row") {
             let name = format!("{}, {}", board["title"], panel["title"]);
             let text = |pointer: &str| panel.pointer(pointer).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
-            if !text("/description") || !text("/fieldConfig/defaults/unit") || panel["datasource"]["uid"] != "prometheus" {
-                problems.push(format!("{name} needs a description, a unit and the data source `prometheus`"));
+            if !text("/description") || !text("/fieldConfig/defaults/unit") || panel["datasource"]["uid"] != "${datasource}" {
+                problems.push(format!("{name} needs a description, a unit and the data source `${{datasource}}`"));
             }
             for target in panel["targets"].as_array().context("the panel has no targets")? {
                 let (expr, legend) =
                     (target["expr"].as_str().context("the expression is not a string")?, &target["legendFormat"]);
-                let expr = expr.replace("$__rate_interval", RATE_INTERVAL);
+                let chosen = r#"cluster=~"$cluster", namespace=~"$namespace""#;
+                problems.extend(
+                    { selectors(expr).into_iter() }
+                        .filter(|selector| !selector.contains(chosen))
+                        .map(|selector| format!("{name}: {selector} is not limited to the chosen clusters")),
+                );
+                // The tested cluster has neither label, as without a Prometheus that sets them.
+                let expr = expr.replace("$__rate_interval", RATE_INTERVAL).replace("$cluster", ".*").replace("$namespace", ".*");
                 // A panel that is repeated for each worker shows one worker at a time.
                 let choices: Vec<&str> = if panel["repeat"] == "worker" { all.iter().copied().collect() } else { vec![".*"] };
                 for choice in choices {

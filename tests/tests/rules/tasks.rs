@@ -1,5 +1,5 @@
-//! Lists every place that starts a task or a thread, with what happens when it panics or ends too early. A task that dies without a word leaves a
-//! process that looks healthy and does not work.
+//! Lists every place that starts a task or a thread, with what happens when it panics or ends too early. If a task ends without an error in the
+//! log, its process looks healthy and does not work.
 
 use std::{collections::BTreeMap, path::Path};
 use tandem_tests::workspace::{crates, root, text};
@@ -17,7 +17,7 @@ enum Fate {
     EndsItsWorker,
     /// What it would have done is counted as lost, and logged.
     IsCounted,
-    /// The place only passes on tasks of other places.
+    /// The place only starts tasks that other places in the list pass to it.
     Passes,
 }
 
@@ -34,6 +34,7 @@ const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/engine/src/sampling/masks.rs", 1, EndsItsRequest),
     ("frontend/src/audit.rs", 1, EndsItsRequest),
     ("frontend/src/cores.rs", 1, EndsItsRequest),
+    ("frontend/src/http/starting.rs", 1, EndsItsRequest),
     ("crates/grammar/src/stack.rs", 1, EndsItsRequest),
     ("crates/load/src/dispatch.rs", 2, EndsItsRequest),
     ("crates/load/src/replay.rs", 1, EndsItsRequest),

@@ -109,7 +109,8 @@ async fn ticket_with_unsigned_address_gives_no_access() {
     let mut serving = JoinSet::new();
     serving.spawn(async move { running.await.expect("the worker serves until it is dropped") });
     let channel = Network::tcp(key.clone()).connect_lazy(&endpoint(&address).expect("the address has a host and a port"));
-    let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await.expect("the worker answers").into_inner();
+    let info =
+        ControlClient::new(channel.clone()).describe(DescribeRequest::default()).await.expect("the worker answers").into_inner();
     let receiver = AcceptingReceiver::start().await;
     let unsigned = ticket_requesting_access(&receiver.address, 1);
     let signed = unsigned.clone().with_signed_address(&info.instance_id, &key);

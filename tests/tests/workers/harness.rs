@@ -237,7 +237,7 @@ impl Worker {
             let _ = end.send(ok);
         });
         let mut control = ControlClient::new(channel(&address).await);
-        let info = control.describe(DescribeRequest {}).await.expect("the worker answers").into_inner();
+        let info = control.describe(DescribeRequest::default()).await.expect("the worker answers").into_inner();
         Self { info, address, engine, gate, metrics, shutdown, ended, runtime: Some(runtime) }
     }
 

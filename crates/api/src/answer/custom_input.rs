@@ -27,8 +27,8 @@ enum State {
 }
 
 /// What the first bytes of the arguments are.
-enum Head {
-    /// The text begins after this many bytes.
+enum InputHead {
+    /// The arguments have the expected form, and the input's text begins after this many bytes.
     Text(usize),
     /// The beginning is incomplete.
     Partial,
@@ -43,14 +43,14 @@ impl CustomInput {
         let mut rest = arguments;
         if matches!(self.state, State::Head | State::Other) {
             self.held.push_str(arguments);
-            match head(&self.held).unwrap_or(Head::Other) {
+            match head(&self.held).unwrap_or(InputHead::Other) {
                 _ if self.state == State::Other => return text,
-                Head::Partial if self.held.len() <= HEAD_MAX => return text,
-                Head::Partial | Head::Other => {
+                InputHead::Partial if self.held.len() <= HEAD_MAX => return text,
+                InputHead::Partial | InputHead::Other => {
                     self.state = State::Other;
                     return text;
                 }
-                Head::Text(begins) => {
+                InputHead::Text(begins) => {
                     rest = &arguments[arguments.len() - (self.held.len() - begins)..];
                     self.held.clear();
                     self.state = State::Text;
@@ -102,17 +102,17 @@ impl CustomInput {
 }
 
 /// Compares the beginning of the arguments with `{ "input" : "`. Returns `None` if it differs.
-fn head(held: &str) -> Option<Head> {
+fn head(held: &str) -> Option<InputHead> {
     let mut at = held;
     let key = format!("\"{INPUT}\"");
     for part in ["{", &key, ":", "\""] {
         at = at.trim_start_matches([' ', '\n', '\r', '\t']);
         if at.len() < part.len() && part.starts_with(at) {
-            return Some(Head::Partial);
+            return Some(InputHead::Partial);
         }
         at = at.strip_prefix(part)?;
     }
-    Some(Head::Text(held.len() - at.len()))
+    Some(InputHead::Text(held.len() - at.len()))
 }
 
 /// Returns the text of an escape sequence; `None` if the sequence is incomplete. A sequence that JSON does not have is returned unchanged.

@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_uses_few_row_counts_and_adds_at_most_half() {
+    fn padded_batches_have_few_sizes_and_at_most_half_as_many_rows_again() {
         let mut occurring: Vec<usize> = (1..=256).map(padded_rows).collect();
         assert!((1..=256).zip(&occurring).all(|(rows, padded)| (rows..=rows * 3 / 2).contains(padded)));
         occurring.dedup();

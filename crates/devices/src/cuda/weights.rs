@@ -21,8 +21,8 @@ pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Origin {
     File,
-    /// Random numbers, which are made on the device. Only the file's headers are read, so that the speed of a large model can be measured
-    /// without its weights.
+    /// The weights are random numbers, which are made on the device. Only the file's headers are read, so that the speed of a large model can be
+    /// measured without its weights.
     Drawn,
 }
 

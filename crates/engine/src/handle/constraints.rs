@@ -187,7 +187,7 @@ impl Turns {
     }
 }
 
-/// Frees the place of a compilation that no request awaits any more for other accounts, unless too many such threads run. The compilation's own
+/// If no request waits for a compilation any more, lets other accounts use its place, unless too many such threads run. The compilation's own
 /// account must wait until the thread ends.
 struct Abandoned {
     place: Arc<Mutex<OwnedSemaphorePermit>>,

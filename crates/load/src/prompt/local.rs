@@ -14,7 +14,7 @@ pub enum LocalTokenizerError {
     /// The file cannot be read, or is no tokenizer.
     #[error("{} is not a tokenizer; name a tokenizer.json of Hugging Face, or a folder that has one: {source}", path.display())]
     Open {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
         /// The reason.
         source: Box<dyn std::error::Error + Send + Sync>,

@@ -38,7 +38,7 @@ pub(crate) struct PromptMaker {
 #[derive(Clone, Debug)]
 enum PromptVocabulary {
     Text(PromptWords),
-    /// Token ids below this number.
+    /// A prompt is made of token ids below this number.
     Ids(u32),
 }
 
@@ -166,7 +166,7 @@ mod tests {
         assert_ne!(one[32..], other[32..]);
         assert!(one.iter().all(|id| (10..1_000).contains(id)));
         assert_ne!(of(2, 0, 16, &[1]), of(1, 0, 16, &[1]));
-        // The tokens after the last id are the row's own.
+        // Tokens beyond the blocks that the row names occur in no other row's prompt.
         assert_ne!(of(1, 0, 30, &[1]), of(1, 1, 30, &[1]));
         assert_eq!(of(1, 0, 30, &[1])[..16], of(1, 1, 30, &[1])[..16]);
     }

@@ -146,7 +146,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn texts_are_made_of_words_or_else_of_letters() {
+    async fn texts_are_made_of_words_or_of_letters_if_words_are_several_tokens() {
         let words = PromptWords::find(&Fake::words(1), 0).await.expect("there are short words");
         assert!(words.words.iter().all(|word| word.starts_with(' ') && word.len() <= 5), "{words:?}");
         assert!(words.words.len() > 100 && words.lead == 1, "{words:?}");

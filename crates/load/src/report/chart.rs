@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_with_one_more_nine_are_evenly_spaced() {
+    fn axis_has_equal_distances_between_p0_p90_p99_and_p99_9() {
         let at: Vec<f64> = [0.0, 90.0, 99.0, 99.9].map(percentile_at).to_vec();
         for (found, expected) in at.iter().zip([0.0, 1.0, 2.0, 3.0]) {
             assert!((found - expected).abs() < 1e-9, "{at:?}");

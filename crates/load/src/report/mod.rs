@@ -178,9 +178,9 @@ pub struct Late {
 /// How evenly the load was spread: the load of the busiest worker divided by the mean. 1 is even.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Balance {
-    /// By the prompt tokens that were computed, over the workers that compute prompts; `None` if they computed none.
+    /// The balance of computed prompt tokens, over the workers that compute prompts; `None` if they computed none.
     pub computed_max_to_mean: Option<f64>,
-    /// By the generated tokens, over the workers that generate; `None` if they generated none.
+    /// The balance of generated tokens, over the workers that generate; `None` if they generated none.
     pub output_max_to_mean: Option<f64>,
 }
 

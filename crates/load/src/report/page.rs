@@ -14,7 +14,7 @@ const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 /// A table with more workers than this would be too long to read; JSON has all of them.
 const WORKERS_MAX: usize = 256;
-/// The maximum number of points of a line over time. With more, bursts of requests would hide the course.
+/// The maximum number of points of a line over time. With more, bursts of requests would hide the trend.
 const SPANS: usize = 60;
 
 #[derive(Serialize)]

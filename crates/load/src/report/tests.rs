@@ -196,7 +196,7 @@ fn page_is_well_formed_and_has_the_figures() {
 }
 
 #[test]
-fn page_of_several_reports_has_a_line_for_each_and_one_without_outcomes_is_empty() {
+fn page_has_a_line_for_each_report_and_no_plot_without_outcomes() {
     let empty = Recorder::default().report("empty", Vec::new());
     let page = html("both", &[report(), empty.clone()]);
     assert!(texts(&page).iter().any(|text| text == "TTFT, run <1>"));

@@ -29,7 +29,7 @@ impl TraceBlocks {
         if row.output_length == 0 {
             return Err(Problem::Zero("output_length"));
         }
-        // A trace names only complete blocks, or the incomplete one at the end as well.
+        // Some traces name only complete blocks; others also name the incomplete block at a prompt's end.
         let (ids, complete) = (row.hash_ids.len() as u64, row.input_length / block_tokens);
         if ids < complete || ids > row.input_length.div_ceil(block_tokens) {
             return Err(Problem::Blocks { ids, block_tokens, input_length: row.input_length });

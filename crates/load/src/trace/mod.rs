@@ -90,7 +90,7 @@ pub enum TraceError {
     /// The file cannot be read.
     #[error("{} cannot be read", path.display())]
     Read {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
         /// The reason.
         source: std::io::Error,
@@ -113,7 +113,7 @@ pub enum TraceError {
     /// A row is wrong.
     #[error("{}, line {line}: {problem}", path.display())]
     Row {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
         /// The line in which the row is, or ends; counted from 1.
         line: usize,

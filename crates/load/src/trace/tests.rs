@@ -155,7 +155,7 @@ fn invalid_rows_are_refused_with_their_line_number() {
 }
 
 #[test]
-fn reading_ends_when_the_callback_breaks() {
+fn reading_ends_when_the_callback_returns_break() {
     for text in [
         "{\"messages\": [{}]}\n{\"messages\": [{}]}\n",
         "[{\"messages\": [{\"role\": \"user\"}]}, {\"messages\": [{\"role\": \"user\"}]}]",

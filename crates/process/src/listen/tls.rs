@@ -62,6 +62,11 @@ impl TlsFiles {
         let config = config(&certificate, &key)?;
         Ok(Self { certificate, key, config })
     }
+
+    /// Returns an acceptor with the certificate as it was read.
+    pub fn acceptor(&self) -> Tls {
+        Tls { config: Arc::new(RwLock::new(Arc::clone(&self.config))) }
+    }
 }
 
 fn config(certificate: &File, key: &File) -> Result<Arc<ServerConfig>, TlsFilesError> {

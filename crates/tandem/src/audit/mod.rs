@@ -40,6 +40,11 @@ pub enum Finding {
     )]
     NoWinner { request: String, prompts: usize, won: usize },
     #[error(
+        "no id of the client files is in any ledger ({answers} answers, for example {example}): record the x-request-id of the response, \
+         not one that the client sends"
+    )]
+    UnknownIds { answers: usize, example: String },
+    #[error(
         "request {request}: the client's usage has {reported} {what} tokens, \
          but the workers counted {counted} for the winning attempts ({attempts})"
     )]
@@ -71,7 +76,7 @@ pub enum Finding {
 pub struct Range {
     /// The lower bound, from certain values only.
     pub min: f64,
-    /// The upper bound, from certain and possible values.
+    /// The upper bound: the sum of the certain and the possible values.
     pub max: f64,
 }
 
@@ -341,6 +346,13 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
         // The answer states that its number is an estimate, so the number may differ from the workers' counts.
         if usage.source == CountSource::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
+        }
+    }
+    // Every answer lacks its winner for the same reason.
+    if !known.is_empty() && !known.iter().any(|id| requests.contains_key(id)) {
+        let missing: Vec<Finding> = findings.extract_if(.., |finding| matches!(finding, Finding::NoWinner { .. })).collect();
+        if let Some(Finding::NoWinner { request, .. }) = missing.first() {
+            findings.push(Finding::UnknownIds { answers: missing.len(), example: request.clone() });
         }
     }
     let without_client = requests.iter().filter(|(request, winners)| !known.contains(**request) && !winners.is_empty());

@@ -280,3 +280,19 @@ fn errors_in_files_name_file_and_line() {
     assert!(bad.contains("bad line 2"), "{bad}");
     assert!(read(&[folder.path().join("none")], &ledger, &[]).is_err());
 }
+
+#[test]
+fn ids_that_clients_chose_are_one_finding_that_says_what_to_record() {
+    let renamed = |evidence: &mut Evidence, count: usize| {
+        let ids = evidence.client.iter_mut().filter_map(|line| line.request_id.as_mut());
+        ids.take(count).for_each(|id| *id = format!("mine-{id}"));
+    };
+    let all = findings(|evidence| renamed(evidence, 4));
+    let wrong: Vec<String> =
+        all.iter().map(ToString::to_string).filter(|text| text.contains("x-request-id of the response")).collect();
+    assert!(matches!(&wrong[..], [only] if only.contains("4 answers, for example mine-a")), "{all:?}");
+    assert!(!all.iter().any(|finding| matches!(finding, Finding::NoWinner { .. })), "{all:?}");
+    let some = findings(|evidence| renamed(evidence, 3));
+    assert_eq!(some.iter().filter(|finding| matches!(finding, Finding::NoWinner { .. })).count(), 3, "{some:?}");
+    assert!(!some.iter().any(|finding| matches!(finding, Finding::UnknownIds { .. })), "{some:?}");
+}

@@ -39,7 +39,7 @@ impl UserInput {
         match self {
             Self::Terminal(editor) => match editor.readline(PROMPT) {
                 Ok(text) => {
-                    editor.add_history_entry(&text).context("the line cannot be remembered")?;
+                    editor.add_history_entry(&text).context("the line cannot be added to the input history")?;
                     Ok(EnteredLine::Text(text))
                 }
                 Err(ReadlineError::Interrupted) => Ok(EnteredLine::Interrupted),

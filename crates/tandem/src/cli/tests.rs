@@ -259,7 +259,7 @@ fn ports_and_localhost_are_addresses_of_this_machine() {
     let workers = ["127.0.0.1:7101", "localhost:7102"].map(str::to_owned);
     assert_eq!(router.workers(), MemberSource::List(workers.to_vec()));
     match command(&["ready", "8001"]) {
-        Ok(Command::Ready(args)) => assert_eq!(args.server.to_string(), "127.0.0.1:8001"),
+        Ok(Command::Ready(args)) => assert_eq!(args.server.server.to_string(), "127.0.0.1:8001"),
         other => panic!("{other:?}"),
     }
 }
@@ -386,7 +386,7 @@ fn changed_settings_are_those_that_differ_from_the_defaults_of_the_role() {
         Command::Frontend(frontend) => frontend.changed("frontend"),
         other => unreachable!("{other:?}"),
     };
-    // The tests may run with variables of the environment that are settings.
+    // The environment of the tests may have variables that are settings.
     let own = |text: String, name: &str| {
         text.split(", ").filter(|setting| setting.starts_with(name)).map(str::to_owned).collect::<Vec<_>>()
     };
@@ -412,4 +412,21 @@ fn completions_of_each_shell_have_commands_and_flags() {
     );
     let output = std::process::Command::new("bash").args(["-c", &lists]).output().expect("bash runs");
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "router route", "{output:?}");
+}
+
+#[test]
+fn man_pages_describe_commands_flags_and_variables() {
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+    let pages = folder.path().join("man/man1");
+    Cli::write_man_pages(&pages).expect("the folder is writable");
+    for (name, expected) in [
+        ("tandem.1", r"tandem\-prefill\-worker(1)"),
+        ("tandem-up.1", r"\-\-decode\-workers"),
+        ("tandem-router.1", "TANDEM_CLUSTER_KEY_FILE"),
+        ("tandem-audit-report.1", "ledger"),
+    ] {
+        let page = std::fs::read_to_string(pages.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert!(page.contains(expected), "{name} lacks {expected}:\n{page}");
+    }
+    assert!(Cli::write_man_pages(&pages.join("tandem.1/below")).is_err(), "a file is no folder");
 }

@@ -1,6 +1,7 @@
 //! Runs a whole cluster in one process: the router, the workers and the frontend, which can also run as separate processes. They are connected by
 //! gRPC on loopback sockets.
 
+mod access;
 mod error;
 mod external;
 mod fleet;
@@ -12,11 +13,12 @@ pub use error::StartError;
 pub use process::Process;
 
 use crate::{
-    http,
+    http::{self, REPLY_TIMEOUT},
     settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, RestartArgs, UpSettings},
 };
+use access::ApiAccess;
 use parts::ClusterParts;
-use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
+use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_frontend::FrontendSettings;
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
@@ -40,6 +42,8 @@ const READY_POLL: Duration = Duration::from_millis(10);
 pub trait ServedProcess {
     /// Returns a text for the operator that lists the running parts and their addresses.
     fn introduction(&self) -> String;
+    /// Returns the metrics of the process.
+    fn metrics(&self) -> &Metrics;
     /// Resolves when a part has failed, so that the process can no longer serve. This method is cancel-safe.
     fn failed(&mut self) -> impl Future<Output = StartError>;
     /// Makes the readiness check fail, so that load balancers send new work elsewhere. Work that still arrives is accepted.
@@ -59,10 +63,9 @@ pub struct Cluster {
     /// The address of the router's gRPC listener.
     pub router: SocketAddr,
     engine: EngineKind,
-    /// Whether clients need an API key.
-    needs_key: bool,
-    /// Whether the frontend serves https.
-    is_encrypted: bool,
+    access: ApiAccess,
+    /// The file with the cluster key; `None`: no other process has it.
+    key_file: Option<PathBuf>,
     /// The shutdown of the frontend. It is separate, because accepted requests still need the router and the workers while the frontend drains.
     front: Shutdown,
     back: Shutdown,
@@ -137,14 +140,17 @@ impl Cluster {
     async fn run(settings: UpSettings, mut config: EngineConfig, frontend: TcpListener) -> Result<Self, StartError> {
         let (front, back) = (Shutdown::default(), Shutdown::default());
         // All users of this machine can connect to the cluster's sockets. The key prevents them from calling its services.
-        let key = match (&settings.common.key, settings.model.engine.server()) {
+        let (key, key_file) = match (&settings.common.key, settings.model.engine.server()) {
             (key, Some(_)) => key.read_or_keep()?,
-            (key, None) if *key == KeyArgs::default() => ClusterKey::random(),
-            (key, None) => key.read()?,
+            (KeyArgs { cluster_key_file: None }, None) => (ClusterKey::random(), None),
+            (key, None) => (key.read()?, key.cluster_key_file.clone()),
         };
         let mut parts = ClusterParts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
         parts.open_access_files(&settings.frontend.tenants)?;
+        let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend.tenants);
+        access.warn_if_open();
+        let starting = parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?;
         let (workers, served) = match settings.model.engine {
             EngineKind::Vllm | EngineKind::LlamaCpp => fleet::workers(&parts, &settings, &mut config, &back).await?,
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
@@ -169,17 +175,16 @@ impl Cluster {
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
-        let is_encrypted = settings.frontend.tenants.tls_cert.is_some();
-        let needs_key = settings.frontend.tenants.api_keys_file.is_some();
         let sequences_max = settings.model.max_concurrent_requests;
         let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), sequences_max);
         own.models.extend(extra);
+        drop(starting);
         parts.frontend(frontend, FrontendSettings { routers: [router.to_string()].into_iter().collect(), ..own }, &front);
         Ok(Self {
             model_id,
             frontend: address,
-            needs_key,
-            is_encrypted,
+            access,
+            key_file,
             workers,
             engine: settings.model.engine,
             router,
@@ -192,7 +197,7 @@ impl Cluster {
     async fn wait_until_ready(&mut self) -> Result<(), StartError> {
         let channel = self.to_router();
         let (router, frontend, workers) = (RouterClient::new(channel), self.frontend, self.workers.len());
-        let metrics = self.is_encrypted.then(|| self.parts.metrics.clone());
+        let metrics = self.access.is_encrypted().then(|| self.parts.metrics.clone());
         let ready = async {
             // A frontend is ready as soon as one decode worker has joined. This start waits for all workers, so that the first request can use each
             // of them.
@@ -209,7 +214,7 @@ impl Cluster {
 
 impl ServedProcess for Cluster {
     fn introduction(&self) -> String {
-        let (url, model) = (api_url(self.frontend, self.is_encrypted), &self.model_id);
+        let (url, model) = (self.access.url(), &self.model_id);
         let models: BTreeSet<&str> = self.workers.iter().flat_map(|worker| worker.models()).map(String::as_str).collect();
         let models = models.into_iter().collect::<Vec<_>>().join(", ");
         let verb = if models == *model { "is" } else { "are" };
@@ -220,19 +225,24 @@ impl ServedProcess for Cluster {
             EngineKind::Vllm => "on vLLM",
             EngineKind::LlamaCpp => "on llama.cpp",
         };
-        let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
+        let mut places = vec![("frontend", url.clone())];
+        places.extend(self.access.network_url().map(|url| ("from outside", url)));
+        places.push(("router", self.router.to_string()));
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
         // If clients need API keys, the page is not listed, because no API key gives access to it on this port.
-        places.extend((!self.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
+        places.extend((!self.access.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
         let body = format!(
             r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
         );
-        let key = if self.needs_key { " -H \"authorization: Bearer $TANDEM_API_KEY\"" } else { "" };
-        format!(
-            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  tandem chat {url}\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'\n"
-        )
+        let top = |file: &PathBuf| format!("  tandem top {} --cluster-key-file {}\n", self.router, file.display());
+        let top = self.key_file.as_ref().map(top).unwrap_or_default();
+        format!("{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n{}{top}", self.access.commands(&body))
+    }
+
+    fn metrics(&self) -> &Metrics {
+        &self.parts.metrics
     }
 
     async fn failed(&mut self) -> StartError {
@@ -329,13 +339,8 @@ async fn is_ready(frontend: SocketAddr, encrypted: Option<&Metrics>) -> bool {
     if let Some(metrics) = encrypted {
         return metrics.render().lines().any(|line| line == "tandem_frontend_ready 1");
     }
-    let ready = tokio::task::spawn_blocking(move || http::get(&reachable(frontend).to_string(), "/ready"));
+    let ready = tokio::task::spawn_blocking(move || http::get(&reachable(frontend).to_string(), REPLY_TIMEOUT, "/ready"));
     ready.await.is_ok_and(|reply| reply.is_ok_and(|reply| reply.status == 200))
-}
-
-/// Returns the URL at which this machine reaches the API.
-fn api_url(listens: SocketAddr, is_encrypted: bool) -> String {
-    format!("{}://{}", if is_encrypted { "https" } else { "http" }, reachable(listens))
 }
 
 /// Returns the address at which this machine reaches a listener: loopback if it listens on all addresses.

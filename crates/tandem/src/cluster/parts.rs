@@ -3,16 +3,17 @@
 use super::{EngineConfig, StartError, reachable};
 use crate::settings::{ClusterTlsArgs, CommonArgs, EngineKind, KvTransfer, RouterArgs, TelemetryArgs, TenantArgs, WorkerArgs};
 use futures::FutureExt;
-use std::{convert::Infallible, future::Future, net::SocketAddr, time::Duration};
+use std::{convert::Infallible, future::Future, net::SocketAddr, os::fd::AsFd, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
-use tandem_frontend::{ApiKeys, FrontendSettings, TlsFiles};
+use tandem_frontend::{ApiKeys, FrontendSettings, StartingAnswers, TlsFiles};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{
     Metrics, Shutdown,
     discovery::MemberSource,
     events::Broker,
     line_file::LineFile,
+    listen::Hosts,
     new_instance_id,
     trace::{TraceSettings, Tracer},
 };
@@ -142,6 +143,25 @@ impl ClusterParts {
             self.access.audit_log = Some(opened.map_err(|source| StartError::AuditLog { path: path.clone(), source })?);
         }
         Ok(())
+    }
+
+    /// Answers on the sockets of the frontend that the process starts, until the returned values are dropped. To be called when the frontend's files
+    /// are open.
+    pub(super) fn starting(
+        &self,
+        listener: &TcpListener,
+        admin: Option<&TcpListener>,
+        hosts: &Hosts,
+        process: &Shutdown,
+    ) -> Result<Vec<StartingAnswers>, StartError> {
+        let tls = self.access.tls.as_ref().map(TlsFiles::acceptor);
+        let sockets = std::iter::once((listener, tls)).chain(admin.map(|admin| (admin, None)));
+        let begin = |(socket, tls): (&TcpListener, _)| {
+            let copy = socket.as_fd().try_clone_to_owned().and_then(|copy| TcpListener::from_std(copy.into()));
+            let copy = copy.map_err(StartError::LocalAddress)?;
+            Ok(StartingAnswers::begin(copy, tls, hosts.clone(), &self.metrics, process))
+        };
+        sockets.map(begin).collect()
     }
 
     pub(super) async fn flush(&self) {
@@ -306,7 +326,7 @@ impl WorkerPlan {
 pub(super) async fn description(own: Channel) -> WorkerInfo {
     let mut control = ControlClient::new(own);
     loop {
-        if let Ok(info) = control.describe(DescribeRequest {}).await {
+        if let Ok(info) = control.describe(DescribeRequest::default()).await {
             return info.into_inner();
         }
         sleep(DESCRIBE_PAUSE).await;

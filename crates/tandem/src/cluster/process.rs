@@ -1,7 +1,9 @@
 //! Runs one role in a process of its own. The functions that start it are those of `up`; in addition, the process has an admin endpoint.
 
 use super::{
-    ClusterParts, EngineConfig, ServedProcess, StartError, api_url, bind,
+    ClusterParts, EngineConfig, ServedProcess, StartError,
+    access::ApiAccess,
+    bind,
     external::Registration,
     kv_tokens, listen, local_address,
     parts::description,
@@ -12,7 +14,7 @@ use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, R
 use std::{convert::Infallible, net::SocketAddr, time::Duration};
 use tandem_frontend::FrontendSettings;
 use tandem_process::{
-    Shutdown, admin,
+    Metrics, Shutdown, admin,
     discovery::{self, EtcdSettings, MemberRecord, MemberSource},
     new_instance_id,
 };
@@ -61,6 +63,10 @@ impl Process {
         // A port that is in use is an error before a model is downloaded. A shared port gets connections as soon as it is bound, so it is bound
         // when the model is loaded.
         let bound = if shared { None } else { Some(bind()?) };
+        let hosts = settings.frontend.limits.hosts.hosts();
+        let begin =
+            |(listener, admin): &(_, Option<_>)| process.parts.starting(listener, admin.as_ref(), &hosts, &process.service);
+        let starting = bound.as_ref().map(begin).transpose()?;
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
         let extra = load_extra(&settings.model, &settings.frontend.extra_models).await?;
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
@@ -68,18 +74,20 @@ impl Process {
         process.name = format!("frontend for {}", ids.join(", "));
         let (listener, admin) = bound.map_or_else(bind, Ok)?;
         let address = local_address(&listener)?;
-        let (routers, url) = (settings.routers(), api_url(address, settings.frontend.tenants.tls_cert.is_some()));
+        let (routers, access) = (settings.routers(), ApiAccess::new(address, &settings.frontend.tenants));
+        access.warn_if_open();
         let listed = match &routers {
             MemberSource::List(list) => list.join(", "),
             _ => format!("registered in etcd at {}", settings.discovery.etcd.join(", ")),
         };
-        process.places = vec![("OpenAI API", url), ("routers", listed)];
+        process.places = vec![("OpenAI API", access.url()), ("routers", listed)];
         if let Some(admin) = &admin {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let mut frontend = settings.frontend.settings(served, &settings.restart, settings.model.max_concurrent_requests);
         frontend.models.extend(extra);
+        drop(starting);
         process.parts.frontend(listener, FrontendSettings { routers, admin, ..frontend }, &process.service);
         Ok(process)
     }
@@ -252,6 +260,10 @@ impl ServedProcess for Process {
         format!("The {} runs:\n\n{}", self.name, lines.collect::<String>())
     }
 
+    fn metrics(&self) -> &Metrics {
+        &self.parts.metrics
+    }
+
     async fn failed(&mut self) -> StartError {
         self.parts.ended().await
     }
@@ -284,7 +296,7 @@ async fn can_place(channel: Channel) -> Result<(), String> {
 
 /// The readiness check of a worker: it succeeds if the worker answers. The router decides whether requests are placed on the worker.
 async fn answers(channel: Channel) -> Result<(), String> {
-    ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
+    ControlClient::new(channel).describe(DescribeRequest::default()).await.map(drop).map_err(|status| status.message().to_owned())
 }
 
 /// Returns the first 32 characters of the host's name, with `-` in place of characters that are no ASCII letters or digits.

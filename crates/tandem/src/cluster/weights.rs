@@ -22,6 +22,7 @@ use tandem_devices::{
 };
 use tandem_engine::{Engine, EngineHandle, EngineSettings};
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile};
+use tandem_process::starting;
 use tandem_proto::ClusterKey;
 use tandem_text::ServedModel;
 
@@ -95,6 +96,7 @@ impl EngineConfig {
             let Some((stored, revision)) = stored(&self.model)? else {
                 return Ok(Loaded::new(sim_served(self.served_model_name), ModelDevice::Sim(Vocabulary::default())));
             };
+            starting::report(format!("loads {}", stored.path.display()));
             let (file, served) = open(&stored, &revision, self.served_model_name.clone(), self.model.engine)?;
             let device = match self.model.engine {
                 EngineKind::Cpu => {

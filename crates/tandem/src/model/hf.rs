@@ -4,9 +4,13 @@
 //! from that commit, into names that this module chooses, and compared with those sizes and hashes before they are used. So the servers that
 //! deliver the bytes need not be trusted: of their answers, only the status and the bytes are read.
 
-use super::{Download, ModelContents, ModelSource, ModelStoreError, StoreArgs, digests::sha256_of, progress, source::is_path};
+use super::{
+    Download, ModelContents, ModelSource, ModelStoreError, StoreArgs,
+    digests::sha256_of,
+    progress::{self, TaskProgress},
+    source::is_path,
+};
 use crate::http::{CONNECT_TIMEOUT, with_key};
-use indicatif::ProgressBar;
 use serde::Deserialize;
 use std::{
     fs::{self, File},
@@ -170,7 +174,7 @@ impl Commit<'_> {
         let listed = self.files.iter().find(|file| file.rfilename == name && is_path(name)).ok_or_else(missing)?;
         let unchecked = || ModelStoreError::NoHash { model: self.hub.source.clone(), name: name.to_owned() };
         let size = listed.size.filter(|_| listed.lfs.is_some() || listed.blob.is_some()).ok_or_else(unchecked)?;
-        let progress = progress::start(&format!("fetching {name} of {}", self.hub.source), Some(size));
+        let progress = progress::start(format!("downloads {name} ({} MB)", size.div_ceil(1_000_000)), Some(size));
         let mut file = File::create_new(to).map_err(ModelStoreError::io(to))?;
         for retries_left in (0..=RETRIES).rev() {
             match self.append(name, size, (&mut file, to), &progress)? {
@@ -192,7 +196,7 @@ impl Commit<'_> {
         name: &str,
         size: u64,
         (file, path): (&mut File, &Path),
-        progress: &ProgressBar,
+        progress: &TaskProgress,
     ) -> Result<Option<ureq::Error>, ModelStoreError> {
         let answer = match self.hub.get(&format!("{}/{name}", self.folder), progress.position()) {
             Ok(answer) => answer,
@@ -216,7 +220,7 @@ impl Commit<'_> {
                 return Err(ModelStoreError::TooLong { name: name.to_owned(), expected: size });
             }
             file.write_all(&buffer[..len]).map_err(ModelStoreError::io(path))?;
-            progress.inc(len as u64);
+            progress.add(len as u64);
         }
     }
 

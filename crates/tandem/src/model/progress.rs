@@ -1,31 +1,148 @@
-//! The progress of a download on stderr: a bar on a terminal, otherwise a line.
+//! The progress of a download: a bar on a terminal, otherwise lines on stderr, and words for clients that wait until the process has started.
 
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
-use std::{io::IsTerminal, time::Duration};
-use tandem_process::telemetry::tell;
+use parking_lot::Mutex;
+use std::{
+    io::{self, IsTerminal, Read, stderr},
+    time::Duration,
+};
+use tandem_process::{starting, telemetry::tell};
+use tokio::time::Instant;
 
-/// Shows the progress of a task until the returned bar is dropped. `total` is in bytes; while it is unknown, a spinner is shown.
-pub(super) fn start(what: &str, total: Option<u64>) -> ProgressBar {
-    if !std::io::stderr().is_terminal() {
-        tell(std::io::stderr(), &format!("{what}\n"));
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::no_length().with_message(what.to_owned()).with_finish(ProgressFinish::AndClear);
-    bar.set_style(style("{spinner} {msg} {bytes} {bytes_per_sec}"));
-    bar.enable_steady_tick(Duration::from_millis(100));
-    if let Some(total) = total {
-        set_total(&bar, total);
-    }
-    bar
+/// The time after which a line follows the last one without a terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
+/// The part of a task, in per cent, after which a line follows the last one.
+const LINE_PERCENT: u64 = 10;
+/// The maximum length of the text before a bar, which has to fit on a terminal of 80 columns together with the numbers behind the bar.
+const MESSAGE_MAX: usize = 30;
+
+/// The progress of a task, which ends when it is dropped.
+pub(super) struct TaskProgress {
+    bar: ProgressBar,
+    what: String,
+    last: Mutex<LastLine>,
 }
 
-pub(super) fn set_total(bar: &ProgressBar, total: u64) {
-    if bar.length() != Some(total) {
-        bar.set_style(style("{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}"));
-        bar.set_length(total);
+/// What the last line said.
+struct LastLine {
+    at: Instant,
+    percent: u64,
+}
+
+impl LastLine {
+    /// Whether another line is due. Remembers it if it is.
+    fn is_followed(&mut self, now: Instant, percent: u64) -> bool {
+        let is_due = percent >= self.percent + LINE_PERCENT || now.duration_since(self.at) >= LINE_INTERVAL;
+        if is_due {
+            *self = Self { at: now, percent };
+        }
+        is_due
+    }
+}
+
+/// Begins to show the progress of a task. `total` is in bytes; while it is unknown, a spinner is shown.
+pub(super) fn start(what: String, total: Option<u64>) -> TaskProgress {
+    let bar = if stderr().is_terminal() {
+        let bar = ProgressBar::no_length().with_message(shortened(&what)).with_finish(ProgressFinish::AndClear);
+        bar.set_style(style("{spinner} {msg} {bytes} {bytes_per_sec}"));
+        bar.enable_steady_tick(Duration::from_millis(100));
+        bar
+    } else {
+        tell(stderr(), &format!("{what}\n"));
+        ProgressBar::hidden()
+    };
+    let last = LastLine { at: Instant::now(), percent: 0 };
+    let progress = TaskProgress { bar, what, last: Mutex::new(last) };
+    starting::report(progress.what.clone());
+    if let Some(total) = total {
+        progress.set_total(total);
+    }
+    progress
+}
+
+impl TaskProgress {
+    /// Returns the reader, whose bytes count as progress.
+    pub(super) fn read(self, reader: impl Read) -> impl Read {
+        CountedReader(reader, self)
+    }
+
+    pub(super) fn position(&self) -> u64 {
+        self.bar.position()
+    }
+
+    pub(super) fn total(&self) -> Option<u64> {
+        self.bar.length()
+    }
+
+    pub(super) fn set_total(&self, total: u64) {
+        if self.bar.length() != Some(total) {
+            self.bar.set_style(style("{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}"));
+            self.bar.set_length(total);
+        }
+    }
+
+    pub(super) fn add(&self, bytes: u64) {
+        self.set_position(self.position() + bytes);
+    }
+
+    pub(super) fn set_position(&self, bytes: u64) {
+        self.bar.set_position(bytes);
+        let percent = self.total().map(|total| (bytes.saturating_mul(100) / total.max(1)).min(100));
+        let done = percent.map_or_else(|| format!("{} MB", bytes / 1_000_000), |percent| format!("{percent}%"));
+        let text = format!("{}: {done}", self.what);
+        if self.bar.is_hidden() && self.last.lock().is_followed(Instant::now(), percent.unwrap_or_default()) {
+            tell(stderr(), &format!("{text}\n"));
+        }
+        starting::report(text);
+    }
+}
+
+/// A reader whose bytes count as progress.
+struct CountedReader<R>(R, TaskProgress);
+
+impl<R: Read> Read for CountedReader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.0.read(buffer)?;
+        self.1.add(count as u64);
+        Ok(count)
+    }
+}
+
+/// Returns the beginning of a text that is too long for a terminal.
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(MESSAGE_MAX) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
     }
 }
 
 fn style(template: &'static str) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("the template is a constant")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_follows_after_ten_per_cent_or_ten_seconds() {
+        let start = Instant::now();
+        let mut last = LastLine { at: start, percent: 0 };
+        for (seconds, percent, is_due) in
+            [(1, 9, false), (2, 10, true), (3, 19, false), (4, 25, true), (13, 26, false), (14, 26, true), (15, 100, true)]
+        {
+            assert_eq!(last.is_followed(start + Duration::from_secs(seconds), percent), is_due, "{percent}% after {seconds} s");
+        }
+    }
+
+    #[test]
+    fn progress_is_reported_to_clients_that_wait() {
+        let progress = start("downloads é.gguf".to_owned(), Some(200));
+        progress.add(50);
+        progress.add(33);
+        assert_eq!((progress.position(), &*starting::step()), (83, "downloads é.gguf: 41%"));
+        progress.set_position(500);
+        assert_eq!(starting::step(), "downloads é.gguf: 100%");
+        assert_eq!(shortened(&"é".repeat(31)), format!("{}…", "é".repeat(30)));
+    }
 }

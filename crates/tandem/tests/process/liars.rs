@@ -22,11 +22,11 @@ const PART: usize = 1 << 20;
 /// What a liar sends: a head, if there is one, and then the same bytes again and again.
 #[derive(Clone, Copy, Debug)]
 enum Lie {
-    /// The liar sends it as the answer to every request.
+    /// Sent as the answer to every request.
     Answer { head: &'static str, body: &'static str },
-    /// The liar sends it as the answer to requests for tokens.
+    /// Sent as the answer to requests for tokens.
     Tokens { head: &'static str, body: &'static str },
-    /// The liar sends it to subscribers of KV events.
+    /// Sent to subscribers of KV events.
     Events { frame: &'static [u8] },
 }
 

@@ -56,7 +56,7 @@ impl Cluster {
     /// Calls a worker at this address.
     fn describe(&self, at: SocketAddr, tls: Option<ClusterTls>) -> Result<(), Status> {
         let channel = self.channel(at, tls);
-        self.plan.runtime.block_on(ControlClient::new(channel).describe(DescribeRequest {})).map(drop)
+        self.plan.runtime.block_on(ControlClient::new(channel).describe(DescribeRequest::default())).map(drop)
     }
 
     /// Calls a router at this address, as tools and as other routers do.

@@ -150,6 +150,6 @@ pub struct MessageForm {
     pub text_arguments: bool,
     /// Whether the template refuses tools without a description.
     pub described_tools: bool,
-    /// Whether the template reads the reasoning before calls from the field `thinking`, and refuses it beside content (gpt-oss).
+    /// Whether the template reads the reasoning before calls from the field `thinking`, and refuses it if there is content as well (gpt-oss).
     pub thinking: bool,
 }

@@ -7,7 +7,7 @@ use std::{collections::HashMap, sync::Arc};
 use tandem_kv::{BlockAccess, BlockId, CommunicatorEnd, KvCommunicator, KvMemory, ReadyBlock, Ticket};
 use tandem_process::retry::error_chain;
 use tandem_proto::{
-    channel::Channels,
+    channel::{Channels, status_text},
     v1::{NcclControlReply, NcclControlRequest, transfer_client::TransferClient},
 };
 use tokio::{
@@ -206,6 +206,6 @@ impl JoinedPeer {
 }
 
 async fn reply(replies: &mut Streaming<NcclControlReply>) -> Result<NcclControlReply, String> {
-    let reply = replies.message().await.map_err(|status| status.to_string())?;
+    let reply = replies.message().await.map_err(|status| status_text(&status))?;
     reply.ok_or_else(|| "the decode worker has closed the control stream".to_owned())
 }

@@ -68,7 +68,7 @@ impl Watched {
             shutdown: shutdown.clone(),
             settings: Arc::new(WorkerSettings::default()),
         };
-        Self { service: ControlService(worker), backend, metrics, shutdown }
+        Self { service: ControlService::new(worker), backend, metrics, shutdown }
     }
 
     async fn watch(&self) -> Replies<WatchReply> {
@@ -298,5 +298,26 @@ async fn watch_stream_carries_events_while_nats_is_disconnected() {
     assert_eq!(
         snapshot("before").await.expect_err("the snapshot of another instance is refused").code(),
         Code::FailedPrecondition
+    );
+}
+
+#[tokio::test]
+async fn each_reason_for_which_a_router_refuses_the_worker_is_logged_once_and_bounded() {
+    let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
+    let writer = Arc::new(std::fs::File::create(file.path()).expect("the file is writable"));
+    let log = tracing_subscriber::fmt().with_ansi(false).with_writer(writer).finish();
+    let _log = tracing::subscriber::set_default(log);
+    let worker = Watched::new(8);
+    let long = "é".repeat(REFUSAL_MAX);
+    for refusal in ["", "the block size differs", "the block size differs", "", "the block size differs", &long] {
+        let request = DescribeRequest { refusal: refusal.to_owned() };
+        worker.service.describe(Request::new(request)).await.expect("the worker describes itself");
+    }
+    let text = std::fs::read_to_string(file.path()).expect("the file exists");
+    let lines: Vec<&str> = text.lines().filter(|line| line.contains("a router refuses this worker")).collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert!(
+        lines[0].contains("WARN") && lines[0].contains("the block size differs") && lines[1].len() < REFUSAL_MAX + 300,
+        "{text}"
     );
 }

@@ -17,7 +17,7 @@ fn longest_step(itl_max: Option<Duration>) -> (Duration, Duration, Duration) {
     let add = |world: &mut World, id: JobId, job: Generate| {
         world.machine.generate(id, job, world.now).expect("the job fits in the cache");
     };
-    // The first prompts and answers give the rates.
+    // The engine measures its rates with the first prompts and answers.
     for id in 0..2 {
         let mut job = generate(prompt(&format!("answer {id} "), 9_000), 900);
         job.sampling.min_tokens = 900;

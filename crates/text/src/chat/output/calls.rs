@@ -2,22 +2,14 @@
 
 use super::{
     ToolCallParser, ToolFormat,
-    format::{After, ArgumentsReader},
-    json::{Progress, Start},
+    format::{After, ArgumentsReader, Start},
+    json::ReadProgress,
     piece::{Piece, Pieces},
-    reasoning::partial_suffix,
+    reasoning::FindCalls,
+    tags::{next_try, partial_suffix},
 };
 use crate::chat::{ToolChoice, Tools};
 use std::sync::Arc;
-
-/// While a text without a result has at most this many bytes, it is parsed again with every chunk.
-const EAGER_BYTES_MAX: usize = 4096;
-
-/// Returns the length at which a text without a result is parsed again. A long text must grow by an eighth, so that the work stays proportional to
-/// its length.
-pub(super) fn next_try(len: usize) -> usize {
-    if len > EAGER_BYTES_MAX { len + len / 8 } else { 0 }
-}
 
 #[derive(Clone)]
 pub(super) struct Calls {
@@ -106,28 +98,6 @@ impl Calls {
         self.parser.opens().contains(&tag)
     }
 
-    /// Returns where a call may begin in a text, even if the text is too short to tell.
-    pub(super) fn possible_call(&self, text: &str) -> Option<usize> {
-        let opens = self.parser.opens();
-        let mut found: Vec<_> = opens.iter().flat_map(|tag| text.match_indices(tag).map(|(at, tag)| (at, tag.len()))).collect();
-        found.sort_unstable();
-        let begins = |(at, tag): &(usize, usize)| match self.parser.start(&text[at + tag..]) {
-            Start::Undecided => true,
-            Start::Call { name, .. } | Start::Whole { name, .. } => self.knows(&name),
-            Start::NoCall => false,
-        };
-        let partial = Some(text.len() - partial_suffix(text, opens)).filter(|at| *at < text.len());
-        found.into_iter().find(begins).map(|(at, _)| at).or(partial)
-    }
-
-    /// Returns whether the text, which begins with the opening tag of a call, ends with a complete call.
-    pub(super) fn ends_with_call(&self, text: &str) -> bool {
-        let (mut calls, mut pieces) = (self.clone(), Pieces::default());
-        calls.push(text, &mut pieces);
-        let ends_with_text = matches!(pieces.into_vec().last(), Some(Piece::Content(_)));
-        calls.count > self.count && calls.are_complete() && !ends_with_text
-    }
-
     /// Begins a call, unless the model may not call the tool.
     pub(super) fn begin(&mut self, name: &str, pieces: &mut Pieces) {
         if !self.is_complete() && self.knows(name) {
@@ -208,18 +178,9 @@ impl Calls {
                     }
                 }
             }
-            CallState::Arguments { reader, nested } => {
-                let (mut json, nested) = (String::new(), *nested);
-                let progress = reader.read(&self.held, self.is_ended, &self.tools, &mut json);
-                pieces.arguments(self.count - 1, &json);
-                let (Progress::Later(read) | Progress::Complete(read)) = progress;
-                self.held.drain(..read);
-                if matches!(progress, Progress::Later(_)) {
+            CallState::Arguments { .. } => {
+                if !self.arguments(pieces) {
                     return false;
-                }
-                let after = CallState::After { nested };
-                if let CallState::Arguments { reader, .. } = std::mem::replace(&mut self.state, after) {
-                    self.content(&reader.stray(), pieces);
                 }
             }
             CallState::After { .. } if self.tools.is_one_call() => self.state = CallState::Complete,
@@ -245,6 +206,23 @@ impl Calls {
             }
         }
         !self.held.is_empty() || matches!(self.state, CallState::After { .. })
+    }
+
+    /// Reads the text as arguments. Returns whether these are complete.
+    fn arguments(&mut self, pieces: &mut Pieces) -> bool {
+        let CallState::Arguments { reader, nested } = &mut self.state else { return false };
+        let (mut json, nested) = (String::new(), *nested);
+        let progress = reader.read(&self.held, self.is_ended, &self.tools, &mut json);
+        pieces.arguments(self.count - 1, &json);
+        let (ReadProgress::Later(read) | ReadProgress::Complete(read)) = progress;
+        self.held.drain(..read);
+        if matches!(progress, ReadProgress::Later(_)) {
+            return false;
+        }
+        if let CallState::Arguments { reader, .. } = std::mem::replace(&mut self.state, CallState::After { nested }) {
+            self.content(&reader.stray(), pieces);
+        }
+        true
     }
 
     fn text(&mut self, pieces: &mut Pieces) -> bool {
@@ -310,5 +288,27 @@ impl Calls {
             self.has_content = true;
         }
         self.line_feeds += visible.len() - body.len();
+    }
+}
+
+impl FindCalls for Calls {
+    fn possible_call(&self, text: &str) -> Option<usize> {
+        let opens = self.parser.opens();
+        let mut found: Vec<_> = opens.iter().flat_map(|tag| text.match_indices(tag).map(|(at, tag)| (at, tag.len()))).collect();
+        found.sort_unstable();
+        let begins = |(at, tag): &(usize, usize)| match self.parser.start(&text[at + tag..]) {
+            Start::Undecided => true,
+            Start::Call { name, .. } | Start::Whole { name, .. } => self.knows(&name),
+            Start::NoCall => false,
+        };
+        let partial = Some(text.len() - partial_suffix(text, opens)).filter(|at| *at < text.len());
+        found.into_iter().find(begins).map(|(at, _)| at).or(partial)
+    }
+
+    fn ends_with_call(&self, text: &str) -> bool {
+        let (mut calls, mut pieces) = (self.clone(), Pieces::default());
+        calls.push(text, &mut pieces);
+        let ends_with_text = matches!(pieces.into_vec().last(), Some(Piece::Content(_)));
+        calls.count > self.count && calls.are_complete() && !ends_with_text
     }
 }

@@ -3,11 +3,15 @@
 mod elements;
 mod gemma;
 mod marked;
+mod object;
 mod types;
 
-use super::json::{JsonReader, Progress, Rest, Start, close_object, object};
+pub(super) use object::Start;
+
+use super::json::{JsonReader, ReadProgress};
 use crate::chat::Tools;
 use clap::ValueEnum;
+use object::{Rest, close_object, object};
 use serde::Serialize;
 
 /// The format in which a model writes tool calls. The names are vLLM's.
@@ -99,7 +103,7 @@ impl ArgumentsReader {
     }
 
     /// Reads a text that follows the text read so far, and appends JSON to `out`.
-    pub(super) fn read(&mut self, text: &str, is_ended: bool, tools: &Tools, out: &mut String) -> Progress {
+    pub(super) fn read(&mut self, text: &str, is_ended: bool, tools: &Tools, out: &mut String) -> ReadProgress {
         match self {
             Self::Elements(reader) => reader.read(text, is_ended, tools, out),
             Self::Gemma(reader) => reader.read(text, is_ended, out),
@@ -107,12 +111,12 @@ impl ArgumentsReader {
                 let progress = reader.read(text, ends, out);
                 match progress {
                     // The answer ends within a tag that ends the arguments.
-                    Progress::Later(at) if is_ended && at < text.len() => {
+                    ReadProgress::Later(at) if is_ended && at < text.len() => {
                         reader.close(out);
-                        return Progress::Complete(at);
+                        return ReadProgress::Complete(at);
                     }
-                    Progress::Later(_) if is_ended => reader.finish(out),
-                    Progress::Later(_) | Progress::Complete(_) => {}
+                    ReadProgress::Later(_) if is_ended => reader.finish(out),
+                    ReadProgress::Later(_) | ReadProgress::Complete(_) => {}
                 }
                 progress
             }

@@ -7,7 +7,7 @@
 //! The prompt ends with the beginning of the first header. The channel `analysis` has the reasoning. A message to a function is a call of it. All
 //! other bodies are content.
 
-use super::reasoning::partial_suffix;
+use super::tags::partial_suffix;
 
 const START: &str = "<|start|>";
 const CHANNEL: &str = "<|channel|>";

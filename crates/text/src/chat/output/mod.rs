@@ -9,6 +9,7 @@ mod harmony;
 mod json;
 mod piece;
 mod reasoning;
+mod tags;
 
 pub use format::ToolCallParser;
 pub(crate) use json::repaired;
@@ -18,7 +19,7 @@ pub use reasoning::ReasoningParser;
 use super::Tools;
 use calls::Calls;
 use harmony::{Harmony, HarmonyPart};
-use reasoning::ReasoningSplitter;
+use reasoning::{FindCalls, ReasoningSplitter};
 use std::sync::Arc;
 
 /// The settings of splitting an answer.
@@ -150,11 +151,11 @@ impl OutputParser {
         &mut self,
         pieces: &mut Pieces,
         text: &str,
-        step: impl FnOnce(&mut ReasoningSplitter, Option<&Calls>, &mut String, &mut String),
+        step: impl FnOnce(&mut ReasoningSplitter, Option<&dyn FindCalls>, &mut String, &mut String),
     ) {
         let Some(reasoning) = &mut self.reasoning else { return self.answer(text, pieces) };
         let (mut thoughts, mut answer) = (String::new(), String::new());
-        step(reasoning, self.calls.as_ref(), &mut thoughts, &mut answer);
+        step(reasoning, self.calls.as_ref().map(|calls| calls as &dyn FindCalls), &mut thoughts, &mut answer);
         if !self.hides_reasoning {
             pieces.reasoning(&thoughts);
         }

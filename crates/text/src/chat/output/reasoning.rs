@@ -2,7 +2,7 @@
 
 use super::{
     ReasoningFormat,
-    calls::{Calls, next_try},
+    tags::{next_try, partial_suffix},
 };
 use clap::ValueEnum;
 use serde::Serialize;
@@ -72,6 +72,15 @@ impl ReasoningParser {
     }
 }
 
+/// Finds tool calls in reasoning.
+pub(super) trait FindCalls {
+    /// Returns where a call may begin in a text, even if the text is too short to tell.
+    fn possible_call(&self, text: &str) -> Option<usize>;
+
+    /// Returns whether the text, which begins with the opening tag of a call, ends with a complete call.
+    fn ends_with_call(&self, text: &str) -> bool;
+}
+
 /// Splits a text at the tags of reasoning. Line feeds next to a tag are dropped, because templates write them again.
 pub(super) struct ReasoningSplitter {
     tags: Tags,
@@ -125,9 +134,9 @@ impl ReasoningSplitter {
     }
 
     /// Adds a chunk of text. What may be a call of `calls` is held, until the reasoning is closed after it.
-    pub(super) fn push(&mut self, text: &str, calls: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+    pub(super) fn push(&mut self, text: &str, calls: Option<&dyn FindCalls>, thoughts: &mut String, answer: &mut String) {
         self.held.push_str(text);
-        let (open, close) = self.tags;
+        let open = self.tags.0;
         loop {
             match self.state {
                 ReasoningState::Before => {
@@ -160,23 +169,9 @@ impl ReasoningSplitter {
                             return;
                         }
                     }
-                    let Some(end) = self.held[self.searched..].find(close).map(|at| self.searched + at) else {
-                        self.searched = self.held.len() - partial_suffix(&self.held, &[close]);
-                        if self.held.len() < self.next_try {
-                            return;
-                        }
-                        let call = calls.and_then(|calls| calls.possible_call(&self.held));
-                        let kept = call.map_or(self.searched, |at| at.min(self.searched));
-                        let sent = self.held[..kept].trim_end_matches('\n').len();
-                        thoughts.extend(self.held.drain(..sent));
-                        self.searched -= sent;
-                        self.next_try = next_try(self.held.len());
-                        self.state = ReasoningState::Inside { begun: begun || sent > 0 };
+                    if !self.thought(calls, thoughts) {
                         return;
-                    };
-                    thoughts.push_str(self.held[..end].trim_end_matches('\n'));
-                    self.held.drain(..end + close.len());
-                    self.state = ReasoningState::Closed;
+                    }
                 }
                 ReasoningState::Closed => {
                     let blank = self.held.len() - self.held.trim_start_matches('\n').len();
@@ -194,14 +189,39 @@ impl ReasoningSplitter {
         }
     }
 
+    /// Moves the text that is reasoning to `thoughts`. Returns whether the reasoning ends with it.
+    fn thought(&mut self, calls: Option<&dyn FindCalls>, thoughts: &mut String) -> bool {
+        let close = self.tags.1;
+        if let Some(at) = self.held[self.searched..].find(close) {
+            let end = self.searched + at;
+            thoughts.push_str(self.held[..end].trim_end_matches('\n'));
+            self.held.drain(..end + close.len());
+            self.state = ReasoningState::Closed;
+            return true;
+        }
+        self.searched = self.held.len() - partial_suffix(&self.held, &[close]);
+        if self.held.len() >= self.next_try {
+            let call = calls.and_then(|calls| calls.possible_call(&self.held));
+            let kept = call.map_or(self.searched, |at| at.min(self.searched));
+            let sent = self.held[..kept].trim_end_matches('\n').len();
+            thoughts.extend(self.held.drain(..sent));
+            self.searched -= sent;
+            self.next_try = next_try(self.held.len());
+            if sent > 0 {
+                self.state = ReasoningState::Inside { begun: true };
+            }
+        }
+        false
+    }
+
     /// Ends the reasoning without its closing tag.
-    pub(super) fn leave(&mut self, _: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+    pub(super) fn leave(&mut self, _: Option<&dyn FindCalls>, thoughts: &mut String, answer: &mut String) {
         self.finish(None, thoughts, answer);
         self.state = ReasoningState::After;
     }
 
     /// Ends the answer. A complete call at the end of reasoning that was not closed is a call: some models do not close it.
-    pub(super) fn finish(&mut self, calls: Option<&Calls>, thoughts: &mut String, answer: &mut String) {
+    pub(super) fn finish(&mut self, calls: Option<&dyn FindCalls>, thoughts: &mut String, answer: &mut String) {
         if self.is_inside() {
             let call =
                 calls.and_then(|calls| calls.possible_call(&self.held).filter(|at| calls.ends_with_call(&self.held[*at..])));
@@ -211,13 +231,4 @@ impl ReasoningSplitter {
         }
         answer.extend(self.held.drain(..));
     }
-}
-
-/// Returns the length of the longest suffix of the text that is the beginning of one of `tags`, but not a whole tag.
-pub(super) fn partial_suffix(text: &str, tags: &[&str]) -> usize {
-    let longest = |tag: &&str| {
-        let lengths = tag.char_indices().map(|(at, _)| at).skip(1);
-        lengths.filter(|length| text.ends_with(&tag[..*length])).max().unwrap_or_default()
-    };
-    tags.iter().map(longest).max().unwrap_or_default()
 }

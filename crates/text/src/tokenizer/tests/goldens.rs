@@ -252,7 +252,7 @@ fn byte_level_encoder_gives_the_ids_of_hugging_faces_library() {
 }
 
 #[test]
-fn byte_level_tokenizers_need_no_library() {
+fn byte_level_tokenizers_are_encoded_without_the_tokenizers_crate() {
     let goldens = goldens();
     for (name, tokenizer) in goldens.tokenizers() {
         let is_byte_level = goldens.json.get(name).is_some_and(|golden| golden.pre.is_some());

@@ -4,12 +4,12 @@
 //! A value may contain any tag, such as a file about this format. So a closing tag ends a value only if the next element, or the end of the call,
 //! follows. Models sometimes omit closing tags: at the beginning of a line, the next parameter or the end of the call ends a value as well.
 
-use super::{After, ArgumentsReader, types::Types};
+use super::{After, ArgumentsReader, Start, types::Types};
 use crate::chat::{
     Tool, Tools,
     output::{
-        json::{Progress, Start, escape_text},
-        reasoning::partial_suffix,
+        json::{ReadProgress, escape_text},
+        tags::partial_suffix,
     },
 };
 
@@ -93,7 +93,7 @@ fn begins(text: &str, tag: &str) -> Begins {
 }
 
 /// The beginning of an element.
-enum Head<'a> {
+enum ElementHead<'a> {
     Parameter { name: &'a str, attributes: &'a str, len: usize },
     Malformed,
     Partial,
@@ -171,26 +171,26 @@ impl ElementTags {
     }
 
     /// Reads the beginning of an element, which begins with the tag of a parameter.
-    fn head<'a>(&self, text: &'a str) -> Head<'a> {
+    fn head<'a>(&self, text: &'a str) -> ElementHead<'a> {
         let (open, close) = self.parameter;
         let after = &text[open.len()..];
         let name = match up_to(after, close) {
             Some(Ok(name)) if close.starts_with('<') || is_in_tag(name) => name,
-            Some(Err(())) if close.starts_with('<') || is_in_tag(after) => return Head::Partial,
-            _ => return Head::Malformed,
+            Some(Err(())) if close.starts_with('<') || is_in_tag(after) => return ElementHead::Partial,
+            _ => return ElementHead::Malformed,
         };
         if !is_name(name.trim()) {
-            return Head::Malformed;
+            return ElementHead::Malformed;
         }
         let rest = &after[name.len() + close.len()..];
         let sure = &rest[..rest.len() - partial_suffix(rest, &[self.value])];
         let attributes = match up_to(rest, self.value) {
             Some(Ok(attributes)) if is_in_tag(attributes) => attributes,
-            Some(Err(())) if is_in_tag(sure) => return Head::Partial,
-            _ => return Head::Malformed,
+            Some(Err(())) if is_in_tag(sure) => return ElementHead::Partial,
+            _ => return ElementHead::Malformed,
         };
         let len = open.len() + name.len() + close.len() + attributes.len() + self.value.len();
-        Head::Parameter { name: name.trim(), attributes, len }
+        ElementHead::Parameter { name: name.trim(), attributes, len }
     }
 }
 
@@ -217,7 +217,7 @@ struct ValueReader {
 }
 
 /// Where a value ends.
-enum Stop {
+enum ValueStop {
     /// It ends before byte `at`; what follows begins at byte `next`.
     At { at: usize, next: usize },
     /// It does not end before this byte.
@@ -235,7 +235,7 @@ impl ElementsReader {
         [*call_end, *calls_end, parameter.0, parameter.1, *value, *value_end].contains(&name)
     }
 
-    pub(super) fn read(&mut self, text: &str, is_ended: bool, tools: &Tools, out: &mut String) -> Progress {
+    pub(super) fn read(&mut self, text: &str, is_ended: bool, tools: &Tools, out: &mut String) -> ReadProgress {
         let tool = tools.list.iter().find(|tool| tool.name == self.tool);
         let mut at = 0;
         loop {
@@ -246,27 +246,27 @@ impl ElementsReader {
                 self.between(rest, is_ended, tool, out)
             };
             match progress {
-                Progress::Complete(end) => return Progress::Complete(at + end),
-                Progress::Later(0) => return Progress::Later(at),
-                Progress::Later(used) => at += used,
+                ReadProgress::Complete(end) => return ReadProgress::Complete(at + end),
+                ReadProgress::Later(0) => return ReadProgress::Later(at),
+                ReadProgress::Later(used) => at += used,
             }
         }
     }
 
     /// Reads the text between elements.
-    fn between(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> Progress {
+    fn between(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> ReadProgress {
         let rest = text.trim_start();
         let at = text.len() - rest.len();
         if at > 0 {
             if !self.stray.is_empty() {
                 self.stray.push_str(&text[..at]);
             }
-            return Progress::Later(at);
+            return ReadProgress::Later(at);
         }
         let tags = self.tags;
         let end = |out: &mut String, end: usize| {
             out.push_str(if self.names.is_empty() { "{}" } else { "}" });
-            Progress::Complete(end)
+            ReadProgress::Complete(end)
         };
         match () {
             // The answer ends between elements, or within the end of the call.
@@ -276,30 +276,30 @@ impl ElementsReader {
             () if begins(rest, tags.call_end) == Begins::Yes => return end(out, tags.call_end.len()),
             () if begins(rest, tags.calls_end) == Begins::Yes => return end(out, 0),
             () if begins(rest, tags.parameter.0) == Begins::Yes => match tags.head(rest) {
-                Head::Parameter { name, attributes, len } => {
+                ElementHead::Parameter { name, attributes, len } => {
                     self.begin(name, attributes, tool, out);
-                    return Progress::Later(len);
+                    return ReadProgress::Later(len);
                 }
-                Head::Partial if is_ended => return self.cut(rest, out),
-                Head::Partial => return Progress::Later(0),
-                Head::Malformed => {}
+                ElementHead::Partial if is_ended => return self.cut(rest, out),
+                ElementHead::Partial => return ReadProgress::Later(0),
+                ElementHead::Malformed => {}
             },
             () if tags.follows(rest) == Begins::Perhaps => {
-                return if is_ended { self.cut(rest, out) } else { Progress::Later(0) };
+                return if is_ended { self.cut(rest, out) } else { ReadProgress::Later(0) };
             }
             () => {}
         }
         let next = rest.char_indices().skip(1).find(|(at, _)| tags.follows(&rest[*at..]) != Begins::No);
         let len = next.map_or(rest.len(), |(at, _)| at);
         self.stray.push_str(&rest[..len]);
-        Progress::Later(len)
+        ReadProgress::Later(len)
     }
 
     /// Writes the beginning of an element within which the answer ends, so that the arguments do not look complete.
-    fn cut(&self, text: &str, out: &mut String) -> Progress {
+    fn cut(&self, text: &str, out: &mut String) -> ReadProgress {
         out.push(if self.names.is_empty() { '{' } else { ',' });
         out.push_str(text);
-        Progress::Later(0)
+        ReadProgress::Later(0)
     }
 
     fn begin(&mut self, name: &str, attributes: &str, tool: Option<&Tool>, out: &mut String) {
@@ -317,17 +317,17 @@ impl ElementsReader {
     }
 
     /// Reads a value.
-    fn value(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> Progress {
-        let Some(value) = &mut self.value else { return Progress::Later(0) };
+    fn value(&mut self, text: &str, is_ended: bool, tool: Option<&Tool>, out: &mut String) -> ReadProgress {
+        let Some(value) = &mut self.value else { return ReadProgress::Later(0) };
         let types = value.types;
         if !value.has_begun && !text.is_empty() {
             value.has_begun = true;
             if text.starts_with('\n') {
-                return Progress::Later(1);
+                return ReadProgress::Later(1);
             }
         }
         match self.stop(text, is_ended, tool) {
-            Stop::At { at, next } => {
+            ValueStop::At { at, next } => {
                 // The line feed before the tag that ends the value, or that follows a value without one, is no part of the value.
                 let is_in_value = next > at && !self.tags.has_own_lines;
                 let part = text[..at].strip_suffix('\n').filter(|_| !is_in_value).unwrap_or(&text[..at]);
@@ -339,29 +339,29 @@ impl ElementsReader {
                 }
                 self.value = None;
                 // The next element may begin right here.
-                if next > 0 { Progress::Later(next) } else { self.between(text, is_ended, tool, out) }
+                if next > 0 { ReadProgress::Later(next) } else { self.between(text, is_ended, tool, out) }
             }
-            Stop::Later(safe) => {
+            ValueStop::Later(safe) => {
                 let len = if is_ended { text.len() } else { safe };
                 match types == Types::TEXT {
                     true => escape_text(&text[..len], out),
                     // The answer ends within a value.
                     false if is_ended => out.push_str(text),
-                    false => return Progress::Later(0),
+                    false => return ReadProgress::Later(0),
                 }
                 if let Some(value) = &mut self.value {
                     value.is_fresh &= len == 0;
                 }
-                Progress::Later(len)
+                ReadProgress::Later(len)
             }
         }
     }
 
-    fn stop(&self, text: &str, is_ended: bool, tool: Option<&Tool>) -> Stop {
+    fn stop(&self, text: &str, is_ended: bool, tool: Option<&Tool>) -> ValueStop {
         let ElementTags { call_end, calls_end, parameter, value_end, .. } = self.tags;
         let end = if call_end.is_empty() { calls_end } else { call_end };
         let is_fresh = self.value.as_ref().is_some_and(|value| value.is_fresh);
-        let later = |at: usize| Stop::Later(at - usize::from(text[..at].ends_with('\n')));
+        let later = |at: usize| ValueStop::Later(at - usize::from(text[..at].ends_with('\n')));
         for (at, _) in text.match_indices('<') {
             let (before, tail) = text.split_at(at);
             let begins_line = if at == 0 { is_fresh } else { before.ends_with('\n') };
@@ -374,9 +374,9 @@ impl ElementsReader {
                 _ if !begins_line => closing,
                 _ => match (begins(tail, parameter.0), begins(tail, end)) {
                     (Begins::Yes, _) => match self.tags.head(tail) {
-                        Head::Parameter { name, .. } if self.is_next(name, tool) => Begins::Yes,
-                        Head::Parameter { .. } | Head::Malformed => Begins::No,
-                        Head::Partial => Begins::Perhaps,
+                        ElementHead::Parameter { name, .. } if self.is_next(name, tool) => Begins::Yes,
+                        ElementHead::Parameter { .. } | ElementHead::Malformed => Begins::No,
+                        ElementHead::Partial => Begins::Perhaps,
                     },
                     (_, Begins::Yes) => {
                         let after = tail[end.len()..].trim_start();
@@ -391,7 +391,7 @@ impl ElementsReader {
                 Begins::Perhaps if !is_ended => return later(at),
                 Begins::Yes | Begins::Perhaps if ends_value == Begins::Yes || is_whole_tag => {
                     let next = at + if closing == Begins::Yes { value_end.len() } else { 0 };
-                    return Stop::At { at, next };
+                    return ValueStop::At { at, next };
                 }
                 _ => {}
             }

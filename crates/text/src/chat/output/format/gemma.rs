@@ -1,10 +1,10 @@
 //! Parses calls in the format of Gemma 4: `<|tool_call>call:name{key:value,…}<tool_call|>`. Texts are between quotation marks of their own, and names
 //! have none.
 
-use super::{ArgumentsReader, CALL_GEMMA_END};
+use super::{ArgumentsReader, CALL_GEMMA_END, Start};
 use crate::chat::output::{
-    json::{Progress, Start, constant, escape_text},
-    reasoning::partial_suffix,
+    json::{ReadProgress, constant, escape_text},
+    tags::partial_suffix,
 };
 use serde_json::Value;
 
@@ -48,7 +48,7 @@ impl GemmaReader {
         [QUOTE, CALL_GEMMA_END].contains(&name)
     }
 
-    pub(super) fn read(&mut self, text: &str, is_ended: bool, out: &mut String) -> Progress {
+    pub(super) fn read(&mut self, text: &str, is_ended: bool, out: &mut String) -> ReadProgress {
         let mut at = 0;
         while at < text.len() {
             let rest = &text[at..];
@@ -57,7 +57,7 @@ impl GemmaReader {
                 let len = end.unwrap_or_else(|| rest.len() - if is_ended { 0 } else { partial_suffix(rest, &[QUOTE]) });
                 escape_text(&rest[..len], out);
                 if end.is_none() {
-                    return Progress::Later(at + len);
+                    return ReadProgress::Later(at + len);
                 }
                 out.push('"');
                 self.in_text = false;
@@ -71,20 +71,20 @@ impl GemmaReader {
             } else if rest.starts_with(CALL_GEMMA_END) {
                 self.end_bare(out);
                 out.extend(std::mem::take(&mut self.closing).chars().rev());
-                return Progress::Complete(at);
+                return ReadProgress::Complete(at);
             } else if !is_ended && [QUOTE, CALL_GEMMA_END].iter().any(|tag| tag.starts_with(rest)) {
-                return Progress::Later(at);
+                return ReadProgress::Later(at);
             } else if let Some(char) = rest.chars().next() {
                 at += char.len_utf8();
                 if self.next(char, out) {
-                    return Progress::Complete(at);
+                    return ReadProgress::Complete(at);
                 }
             }
         }
         if is_ended {
             self.end_bare(out);
         }
-        Progress::Later(at)
+        ReadProgress::Later(at)
     }
 
     /// Reads a character outside of texts. Returns whether it completes the arguments.

@@ -1,7 +1,6 @@
 //! Parses calls in the formats of DeepSeek and Kimi: calls are between tags, and another tag separates the name from the arguments.
 
-use super::{After, ArgumentsReader};
-use crate::chat::output::json::Start;
+use super::{After, ArgumentsReader, Start};
 
 pub(super) struct Marked {
     pub(super) section: &'static str,

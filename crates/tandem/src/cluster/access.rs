@@ -1,0 +1,137 @@
+//! How clients reach the API of a frontend, in URLs and commands that work as they are printed.
+
+use super::reachable;
+use crate::settings::TenantArgs;
+use rustls::pki_types::{CertificateDer, ServerName, pem::PemObject};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    path::{Path, PathBuf},
+};
+
+/// The address of an API, and what clients need to use it.
+#[derive(Clone, Debug)]
+pub(super) struct ApiAccess {
+    listens: SocketAddr,
+    /// The file with the certificate; `None`: the API is served without TLS.
+    certificate: Option<PathBuf>,
+    /// Whether clients need an API key.
+    pub(super) needs_key: bool,
+}
+
+impl ApiAccess {
+    pub(super) fn new(listens: SocketAddr, tenants: &TenantArgs) -> Self {
+        Self { listens, certificate: tenants.tls_cert.clone(), needs_key: tenants.api_keys_file.is_some() }
+    }
+
+    pub(super) fn is_encrypted(&self) -> bool {
+        self.certificate.is_some()
+    }
+
+    /// Returns the URL at which this machine reaches the API: with TLS, by a name that the certificate has.
+    pub(super) fn url(&self) -> String {
+        let at = reachable(self.listens);
+        match self.certificate.as_deref().map(|certificate| certified_name(certificate, at.ip())) {
+            None => format!("http://{at}"),
+            Some(None) => format!("https://{at}"),
+            Some(Some(name)) => format!("https://{name}:{}", at.port()),
+        }
+    }
+
+    /// Returns the URL at which other machines reach an API that listens on all addresses.
+    pub(super) fn network_url(&self) -> Option<String> {
+        let scheme = if self.is_encrypted() { "https" } else { "http" };
+        let host = self.listens.ip().is_unspecified().then(|| own_address(self.listens.ip())).flatten()?;
+        Some(format!("{scheme}://{}", SocketAddr::new(host, self.listens.port())))
+    }
+
+    /// Warns if every host that reaches this one can use the API.
+    pub(super) fn warn_if_open(&self) {
+        if !self.needs_key && !self.listens.ip().is_loopback() {
+            let url = self.network_url().unwrap_or_else(|| self.url());
+            tracing::warn!(
+                "every host that reaches {url} can use the API without a key; make keys with `tandem key add NAME --api-keys-file FILE` and start \
+                 with --api-keys-file FILE, or listen on 127.0.0.1 only"
+            );
+        }
+    }
+
+    /// Returns commands that use the API: a conversation, and a request with this body.
+    pub(super) fn commands(&self, body: &str) -> String {
+        let (url, certificate) = (self.url(), self.certificate.as_ref().map(|path| path.display().to_string()));
+        let ca = |flag: &str| certificate.as_ref().map_or_else(String::new, |path| format!(" {flag} {path}"));
+        let (variable, header) = match self.needs_key {
+            true => ("TANDEM_API_KEY=YOUR_KEY ", " -H 'authorization: Bearer YOUR_KEY'"),
+            false => ("", ""),
+        };
+        let (chat, curl) = (ca("--ca"), ca("--cacert"));
+        format!(
+            "  {variable}tandem chat {url}{chat}\n  curl -N{curl} {url}/v1/chat/completions -H 'content-type: application/json'{header} -d '{body}'\n"
+        )
+    }
+}
+
+/// Returns a name of this machine that the certificate has: the address itself, `localhost` if it is a loopback address, or else the first name.
+fn certified_name(path: &Path, ip: IpAddr) -> Option<String> {
+    let certificate = CertificateDer::from_pem_file(path).ok()?;
+    let certificate = webpki::EndEntityCert::try_from(&certificate).ok()?;
+    let has = |name: ServerName<'_>| certificate.verify_is_valid_for_subject_name(&name).is_ok();
+    if has(ip.into()) {
+        return None;
+    }
+    let localhost = "localhost".to_owned();
+    if ip.is_loopback() && ServerName::try_from("localhost").is_ok_and(has) {
+        return Some(localhost);
+    }
+    certificate.valid_dns_names().find(|name| !name.contains('*')).map(str::to_owned)
+}
+
+/// Returns the address from which this machine reaches other networks, of the same family. No packet is sent.
+fn own_address(family: IpAddr) -> Option<IpAddr> {
+    // Addresses that are reserved for documentation.
+    let (any, other) = match family {
+        IpAddr::V4(_) => (SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), SocketAddr::from(([192, 0, 2, 1], 9))),
+        IpAddr::V6(_) => (SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), SocketAddr::from(([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9))),
+    };
+    let socket = UdpSocket::bind(any).ok()?;
+    socket.connect(other).ok()?;
+    socket.local_addr().ok().map(|address| address.ip())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn url_has_a_name_of_the_certificate() {
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+        for (names, expected) in [
+            (&["localhost"][..], "https://localhost:8000"),
+            (&["a.example", "127.0.0.1"], "https://127.0.0.1:8000"),
+            (&["*.b.example", "a.example"], "https://a.example:8000"),
+        ] {
+            let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+            let path = folder.path().join("cert.pem");
+            let signed = rcgen::generate_simple_self_signed(names).expect("the names are valid");
+            std::fs::write(&path, signed.cert.pem()).expect("the folder is writable");
+            let access = ApiAccess { listens: ([0, 0, 0, 0], 8000).into(), certificate: Some(path.clone()), needs_key: true };
+            assert_eq!(access.url(), expected);
+            let commands = access.commands("{}");
+            let file = path.display();
+            let chat = format!("  TANDEM_API_KEY=YOUR_KEY tandem chat {expected} --ca {file}\n");
+            assert!(
+                commands.starts_with(&chat) && commands.contains(&format!("curl -N --cacert {file} {expected}/v1")),
+                "{commands}"
+            );
+        }
+    }
+
+    #[test]
+    fn only_an_api_on_all_addresses_has_a_url_for_the_network() {
+        let url = |listens: &str| {
+            let listens = listens.parse().expect("the address is valid");
+            ApiAccess { listens, certificate: None, needs_key: false }.network_url()
+        };
+        assert_eq!((url("127.0.0.1:80"), url("10.0.0.1:80")), (None, None));
+        assert!(url("0.0.0.0:80").is_none_or(|url| url.starts_with("http://") && !url.contains("0.0.0.0")));
+    }
+}
