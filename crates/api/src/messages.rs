@@ -321,8 +321,8 @@ mod tests {
             (json!(r#"{"b": 1, "a": [2]}"#), json!({ "b": 1, "a": [2] })),
             (json!({ "b": 1 }), json!({ "b": 1 })),
             (json!(""), json!({})),
-            (json!("{broken"), json!({})),
-            (json!("[1]"), json!({})),
+            (json!("{broken"), json!({ "arguments": "{broken" })),
+            (json!("[1]"), json!({ "arguments": [1] })),
             (json!(null), json!({})),
         ] {
             let message = read(message(json!([call(arguments.clone())]))).expect("the call is valid");

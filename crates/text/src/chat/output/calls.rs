@@ -98,6 +98,11 @@ impl Calls {
         self.parser.opens().contains(&tag)
     }
 
+    /// Begins a further text: a call without tags may be at its beginning.
+    pub(super) fn restart(&mut self) {
+        self.begun = false;
+    }
+
     /// Begins a call, unless the model may not call the tool.
     pub(super) fn begin(&mut self, name: &str, pieces: &mut Pieces) {
         if !self.is_complete() && self.knows(name) {

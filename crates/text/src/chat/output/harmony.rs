@@ -25,6 +25,8 @@ const HEADER_BYTES_MAX: usize = 512;
 pub(super) enum HarmonyPart<'a> {
     Reasoning(&'a str),
     Content(&'a str),
+    /// The last message begins.
+    Final,
     /// A message to this function begins.
     Call(&'a str),
     Arguments(&'a str),
@@ -99,6 +101,10 @@ impl Harmony {
                     MessageState::Call
                 }
                 ("analysis", None) => MessageState::Reasoning,
+                ("final", None) => {
+                    visit(HarmonyPart::Final);
+                    MessageState::Content
+                }
                 _ => MessageState::Content,
             };
             self.is_new = true;

@@ -140,6 +140,7 @@ impl OutputParser {
             HarmonyPart::Reasoning(text) if !self.hides_reasoning => pieces.reasoning(text),
             HarmonyPart::Reasoning(_) => {}
             HarmonyPart::Content(text) | HarmonyPart::Arguments(text) => self.answer(text, pieces),
+            HarmonyPart::Final => self.calls.iter_mut().for_each(Calls::restart),
             HarmonyPart::Call(name) => self.calls.iter_mut().for_each(|calls| calls.begin(name, pieces)),
             HarmonyPart::CallEnd => self.calls.iter_mut().for_each(|calls| calls.end(pieces)),
         }

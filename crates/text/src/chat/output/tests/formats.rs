@@ -256,6 +256,9 @@ fn messages_of_harmony_are_reasoning_content_and_calls() {
     assert_eq!(required.reasoning_end(), Some("<|channel|>final<|message|>"));
     let text = "<|channel|>analysis<|message|>h<|end|><|start|>assistant<|channel|>final<|message|>[{\"name\": \"f\", \"parameters\": {}}]";
     check(&required, text, &["thought h", "call 0 f", "arguments 0 {}"]);
+    let announced =
+        text.replace("<|start|>assistant<|channel|>final", "<|channel|>commentary<|message|>a<|end|><|channel|>final");
+    check(&required, &announced, &["thought h", "text a", "call 0 f", "arguments 0 {}"]);
 }
 
 #[test]
