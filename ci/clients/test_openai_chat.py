@@ -99,7 +99,7 @@ def test_seed_repeats_an_answer(ask):
     assert one == same != other
 
 
-@pytest.mark.parametrize("parameters", [{"top_p": 0.01}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}], ids=str)
+@pytest.mark.parametrize("parameters", [{"top_p": 0.01}, {"top_p": 0}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}], ids=str)
 def test_parameter_leaves_the_likeliest_token_only(ask, parameters):
     assert text(ask(temperature=1, **parameters)) == text(ask())
 

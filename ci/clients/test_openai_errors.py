@@ -40,7 +40,7 @@ FILE = {"type": "file", "file": {"file_id": "a"}}
 @pytest.mark.parametrize(
     "parameters, named",
     [
-        ({"messages": []}, "messages"), ({"temperature": 3}, "temperature"), ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"top_logprobs": 3}, "top_logprobs"),
+        ({"messages": []}, "messages"), ({"temperature": 3}, "temperature"), ({"top_p": 1.5}, "top_p"), ({"n": 0}, "n"), ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"presence_penalty": -3}, "presence_penalty"), ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"stop": [""]}, "stop"), ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"), ({"seed": "a"}, "seed"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"), ({"messages": [{"role": "user", "content": [AUDIO]}]}, "messages[0].content[0]"),
