@@ -54,7 +54,7 @@ impl CompletionRequest {
         }
         let mut options = self.take_common()?.check(&ParamNames::COMPLETION, model)?;
         if self.best_of.is_some_and(|Whole(best_of)| best_of != i64::from(options.samples)) {
-            return Err(RequestError::invalid("best_of", Problem::Rule { rule: "must equal 'n'" }));
+            return Err(RequestError::invalid("best_of", Problem::Rule { rule: "is not supported unless it equals 'n'" }));
         }
         at_most("n", prompts.len() * options.samples as usize, CHOICES_MAX, "choices over all prompts")?;
         options.sampling.logprobs = self.logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;

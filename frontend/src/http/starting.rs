@@ -23,21 +23,36 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 const STARTING: HeaderName = HeaderName::from_static("x-tandem-starting");
 /// The time after which a client may try again, in seconds.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
+/// The longest wait for clients that read the last answers.
+const END_MAX: Duration = Duration::from_secs(1);
 /// A client that reads nothing of its response for this long is disconnected.
 const UNREAD_MAX: Duration = Duration::from_secs(30);
 
 /// The answers on a listener of a frontend whose process is starting: `/live` is 200; all else is 503 with the code `starting` and
 /// [what the process does](tandem_process::starting). Dropping this value ends them.
 pub struct StartingAnswers {
-    _ended: DropGuard,
+    ended: DropGuard,
+    finished: CancellationToken,
 }
 
 impl StartingAnswers {
     /// Begins to answer, in a task of the process.
     pub fn begin(listener: impl Into<Listener>, tls: Option<Tls>, hosts: Hosts, metrics: &Metrics, process: &Shutdown) -> Self {
-        let ended = CancellationToken::new();
-        process.spawn(serve(listener.into(), tls, hosts, metrics.clone(), ended.clone()));
-        Self { _ended: ended.drop_guard() }
+        let (ended, finished) = (CancellationToken::new(), CancellationToken::new());
+        let serving = serve(listener.into(), tls, hosts, metrics.clone(), ended.clone());
+        let finishes = finished.clone().drop_guard();
+        process.spawn(async move {
+            serving.await;
+            drop(finishes);
+        });
+        Self { ended: ended.drop_guard(), finished }
+    }
+
+    /// Ends the answers. Returns when no later connection gets them, even if a client still reads one.
+    pub async fn end(self) {
+        drop(self.ended);
+        // A client that reads nothing must not delay the start.
+        let _ = tokio::time::timeout(END_MAX, self.finished.cancelled()).await;
     }
 }
 

@@ -127,7 +127,7 @@ fn invalid_rows_are_refused_with_their_line_number() {
         (good.replace("\"output_length\": 5, ", ""), "line 1: the row has no field `output_length`"),
         (good.replace("7,", "\"7\","), "line 1: `timestamp` must be a number of milliseconds"),
         (good.replace("7,", "-7,"), "line 1: `timestamp` must be a number of milliseconds"),
-        (format!("{good}\n{}", good.replace("7,", "6.9,")), "line 2: the row's `timestamp` is before"),
+        (format!("{good}\n{}", good.replace("7,", "6.9,")), "line 2: the row's `timestamp` is earlier"),
         (
             format!("{good}\n{}", good.replace("\"timestamp\": 7, ", "")),
             "line 2: some rows have a `timestamp` and some have none",

@@ -178,7 +178,9 @@ impl Cluster {
         let sequences_max = settings.model.max_concurrent_requests;
         let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), sequences_max);
         own.models.extend(extra);
-        drop(starting);
+        for answers in starting {
+            answers.end().await;
+        }
         parts.frontend(frontend, FrontendSettings { routers: [router.to_string()].into_iter().collect(), ..own }, &front);
         Ok(Self {
             model_id,

@@ -87,7 +87,9 @@ impl Process {
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let mut frontend = settings.frontend.settings(served, &settings.restart, settings.model.max_concurrent_requests);
         frontend.models.extend(extra);
-        drop(starting);
+        for answers in starting.into_iter().flatten() {
+            answers.end().await;
+        }
         process.parts.frontend(listener, FrontendSettings { routers, admin, ..frontend }, &process.service);
         Ok(process)
     }

@@ -13,14 +13,15 @@ use tandem_text::{
 #[derive(Args, Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ParserArgs {
-    /// How the models write tool calls: none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, kimi_k2, glm45 or json. With several
-    /// models, ID=PARSER sets it for one; repeat the flag, or separate parsers by commas [default: as the model's chat template shows]
+    /// How the models write tool calls: none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, kimi_k2, glm45, minimax_m2,
+    /// deepseek_v32, gemma4, harmony or json. With several models, ID=PARSER sets it for one; repeat the flag, or separate parsers by commas
+    /// [default: as the model's chat template shows]
     #[arg(long, env = "TANDEM_TOOL_CALL_PARSER", value_name = "[ID=]PARSER", value_delimiter = ',', help_heading = "Model")]
     #[serde(serialize_with = "with_commas")]
     pub tool_call_parser: Vec<ForModel<ToolCallParser>>,
 
-    /// How the models mark their reasoning: none, think, mistral, kimi, seed_oss or cohere. With several models, ID=PARSER sets it for one;
-    /// repeat the flag, or separate parsers by commas [default: as the model's chat template shows]
+    /// How the models mark their reasoning: none, think, mistral, kimi, seed_oss, cohere, gemma4 or harmony. With several models, ID=PARSER
+    /// sets it for one; repeat the flag, or separate parsers by commas [default: as the model's chat template shows]
     #[arg(long, env = "TANDEM_REASONING_PARSER", value_name = "[ID=]PARSER", value_delimiter = ',', help_heading = "Model")]
     #[serde(serialize_with = "with_commas")]
     pub reasoning_parser: Vec<ForModel<ReasoningParser>>,
