@@ -145,7 +145,7 @@ impl ClusterParts {
         Ok(())
     }
 
-    /// Answers on the sockets of the frontend that the process starts, until the returned values are dropped. To be called when the frontend's files
+    /// Answers on the sockets of the frontend that the process starts, until the returned values end. To be called when the frontend's files
     /// are open.
     pub(super) fn starting(
         &self,

@@ -96,7 +96,7 @@ impl EngineConfig {
             let Some((stored, revision)) = stored(&self.model)? else {
                 return Ok(Loaded::new(sim_served(self.served_model_name), ModelDevice::Sim(Vocabulary::default())));
             };
-            starting::report(format!("loads {}", stored.path.display()));
+            starting::report("loads the model");
             let (file, served) = open(&stored, &revision, self.served_model_name.clone(), self.model.engine)?;
             let device = match self.model.engine {
                 EngineKind::Cpu => {

@@ -87,7 +87,8 @@ pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
     let file = File::open(path)?;
     #[cfg(feature = "model")]
     if let Some(bytes) = Some(file.metadata()?.len()).filter(|bytes| *bytes >= SHOW_PROGRESS_FROM) {
-        let progress = progress::start(format!("reads {} for its SHA-256", path.display()), Some(bytes));
+        let progress =
+            progress::start(format!("reads {} for its SHA-256", path.file_name().unwrap_or_default().display()), Some(bytes));
         return sha256(progress.read(file));
     }
     sha256(file)

@@ -87,13 +87,23 @@ impl TaskProgress {
 
     pub(super) fn set_position(&self, bytes: u64) {
         self.bar.set_position(bytes);
-        let percent = self.total().map(|total| (bytes.saturating_mul(100) / total.max(1)).min(100));
-        let done = percent.map_or_else(|| format!("{} MB", bytes / 1_000_000), |percent| format!("{percent}%"));
-        let text = format!("{}: {done}", self.what);
-        if self.bar.is_hidden() && self.last.lock().is_followed(Instant::now(), percent.unwrap_or_default()) {
+        let text = self.text();
+        if self.bar.is_hidden() && self.last.lock().is_followed(Instant::now(), self.percent().unwrap_or_default()) {
             tell(stderr(), &format!("{text}\n"));
         }
         starting::report(text);
+    }
+
+    fn percent(&self) -> Option<u64> {
+        self.total().map(|total| (self.position().saturating_mul(100) / total.max(1)).min(100))
+    }
+
+    /// Returns the task, and how much of it is done.
+    fn text(&self) -> String {
+        match self.percent() {
+            Some(percent) => format!("{}: {percent}%", self.what),
+            None => format!("{}: {} MB", self.what, self.position() / 1_000_000),
+        }
     }
 }
 
@@ -136,13 +146,16 @@ mod tests {
     }
 
     #[test]
-    fn progress_is_reported_to_clients_that_wait() {
+    fn progress_is_told_in_per_cent_if_the_size_is_known() {
         let progress = start("downloads é.gguf".to_owned(), Some(200));
         progress.add(50);
         progress.add(33);
-        assert_eq!((progress.position(), &*starting::step()), (83, "downloads é.gguf: 41%"));
+        assert_eq!((progress.position(), &*progress.text()), (83, "downloads é.gguf: 41%"));
         progress.set_position(500);
-        assert_eq!(starting::step(), "downloads é.gguf: 100%");
+        assert_eq!(progress.text(), "downloads é.gguf: 100%");
+        let unknown = start("downloads é.gguf".to_owned(), None);
+        unknown.add(2_500_000);
+        assert_eq!(unknown.text(), "downloads é.gguf: 2 MB");
         assert_eq!(shortened(&"é".repeat(31)), format!("{}…", "é".repeat(30)));
     }
 }

@@ -149,7 +149,7 @@ impl ElementTags {
         }
     }
 
-    /// Parses the text after a call. `opens_call`: another call may follow without another opening tag.
+    /// Parses the text after a call. Another call may follow without another opening tag.
     pub(super) fn after(&self, text: &str) -> After {
         let rest = text.trim_start();
         let at = text.len() - rest.len();
