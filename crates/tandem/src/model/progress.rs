@@ -100,10 +100,8 @@ impl TaskProgress {
 
     /// Returns the task, and how much of it is done.
     fn text(&self) -> String {
-        match self.percent() {
-            Some(percent) => format!("{}: {percent}%", self.what),
-            None => format!("{}: {} MB", self.what, self.position() / 1_000_000),
-        }
+        let unknown = || format!("{} MB", self.position() / 1_000_000);
+        format!("{}: {}", self.what, self.percent().map_or_else(unknown, |percent| format!("{percent}%")))
     }
 }
 
@@ -146,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn progress_is_told_in_per_cent_if_the_size_is_known() {
+    fn progress_has_per_cent_if_the_size_is_known() {
         let progress = start("downloads é.gguf".to_owned(), Some(200));
         progress.add(50);
         progress.add(33);
