@@ -42,8 +42,8 @@ tools() {
     cargo --version
 }
 
-# Installs the programs that tests need: etcd and NATS (discovery and KV events), Prometheus (dashboards and alerts), Chromium (the page at
-# /dashboard), g++ (GPU kernels compiled for the host) and shellcheck (scripts).
+# Installs the programs that tests need: etcd and NATS (discovery and KV events), Prometheus (dashboards and alerts), Chromium (the pages at
+# /chat and /dashboard), g++ (GPU kernels compiled for the host) and shellcheck (scripts).
 servers() {
     local missing=()
     command -v g++ >/dev/null || missing+=(g++)
@@ -92,6 +92,21 @@ nvrtc() {
         [ -x "$TANDEM_CUDA_TOOLS/$tool" ] || fail "the wheel of $tool $tools has no program in $TANDEM_CUDA_TOOLS"
     done
     export TANDEM_CUDA_TOOLS TANDEM_NVRTC LD_LIBRARY_PATH="$TANDEM_NVRTC${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
+# Downloads axe-core, with whose rules tests check the pages for accessibility. It is stored in target/.
+axe() {
+    local version=0.1.8 folder="$PWD/target/ci-axe"
+    if [ ! -e "$folder/$version" ]; then
+        rm -rf "$folder"
+        python3 -m venv "$folder/venv" || fail "no venv: install Python 3 with venv (Debian: apt-get install python3-venv)"
+        "$folder/venv/bin/pip" install -q --no-deps --target "$folder/site" "axe-playwright-python==$version" ||
+            fail "axe-core was not fetched: see what pip says above"
+        touch "$folder/$version"
+    fi
+    TANDEM_AXE="$folder/site/axe_playwright_python/axe.min.js"
+    [ -e "$TANDEM_AXE" ] || fail "the wheel axe-playwright-python $version has no axe.min.js in $TANDEM_AXE"
+    export TANDEM_AXE
 }
 
 # Checks the licences, bans and sources of all dependencies (deny.toml), and known vulnerabilities if the advisory database can be fetched.
@@ -157,6 +172,7 @@ RUSTDOCFLAGS="-D warnings" part "docs" cargo doc --workspace --no-deps --release
 part "build of the product and the tests" cargo test --workspace --release --locked --no-run
 part "model" model
 part "NVRTC" nvrtc
+part "axe-core" axe
 part "GPU benchmark on an emulated GPU" ci/gpu.sh
 part "Helm chart" chart
 part "clients" ci/clients.sh

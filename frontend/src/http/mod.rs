@@ -42,17 +42,21 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
+use dashboard::Neighbour;
 use std::sync::Arc;
 
-/// Returns the routes of the API and, if `with_pages`, of the operator's pages (`/metrics` and `/dashboard`). If requests need a key, those
-/// for the pages need none, but a trusted peer.
+/// Returns the routes of the API, of the chat at `/chat` and, if `with_pages`, of the operator's pages (`/metrics` and `/dashboard`). If
+/// requests need a key, those for the operator's pages need none, but a trusted peer. The chat's files are for every peer.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     let exposed = |pages: Router<Arc<App>>| pages.route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
+    let dashboard = dashboard::routes(Neighbour::Served);
     let pages = match (with_pages, &app.keys) {
         (false, _) => Router::new(),
-        (true, None) => pages(&app, exposed(dashboard::routes())),
-        (true, Some(_)) => exposed(pages(&app, dashboard::routes())),
+        (true, None) => pages(&app, exposed(dashboard)),
+        (true, Some(_)) => exposed(pages(&app, dashboard)),
     };
+    let has_dashboard = with_pages && app.recent.is_some();
+    let chat = dashboard::chat(if has_dashboard { Neighbour::Served } else { Neighbour::Absent });
     let mut routes = described()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
@@ -74,7 +78,7 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
         // The outermost layer, so that requests without a key are recorded as well.
         routes = routes.route_layer(from_fn_with_state(Arc::clone(&app), dashboard::refusals));
     }
-    finished(pages.merge(routes), app)
+    finished(pages.merge(chat).merge(dashboard::start("chat")).merge(routes), app)
 }
 
 /// Returns the routes of the admin listener: the operator's pages, and the explanations of placements that the dashboard requests.
@@ -86,7 +90,8 @@ pub(crate) fn admin(app: Arc<App>) -> Router {
         .route("/v1/messages", post(messages::create))
         .route("/v1/responses", post(responses::create))
         .route_layer(from_fn(only_explanations));
-    finished(pages(&app, dashboard::routes()).merge(described()).merge(explained), app)
+    let dashboard = dashboard::routes(Neighbour::Absent).merge(dashboard::start("dashboard"));
+    finished(pages(&app, dashboard).merge(described()).merge(explained), app)
 }
 
 async fn only_explanations(mut request: Request, next: Next) -> Response {

@@ -140,7 +140,7 @@ fn require_key(document: &mut Value) {
         "bearer": { "type": "http", "scheme": "bearer" },
         "key": { "type": "apiKey", "in": "header", "name": "x-api-key" },
     });
-    for path in ["/health", "/live", "/ping", "/ready", "/metrics", "/dashboard"] {
+    for path in ["/health", "/live", "/ping", "/ready", "/metrics", "/chat", "/dashboard"] {
         for (_, operation) in document["paths"][path].as_object_mut().into_iter().flatten() {
             operation["security"] = json!([]);
         }
@@ -213,6 +213,7 @@ fn add_pages(paths: &mut Map<String, Value>) {
     add("/version", "The server's version.", "The version.", object(json!({ "version": { "type": "string" } })));
     add("/load", "The number of requests that run.", "The number.", object(json!({ "server_load": { "type": "integer" } })));
     add("/metrics", "Prometheus metrics.", "Prometheus' text format.", text("text/plain"));
+    add("/chat", "A conversation with the model, in a browser.", "A page.", text("text/html"));
     add("/dashboard", "The operator's dashboard. The data below this path is not an API.", "A page.", text("text/html"));
     add(
         "/openapi.json",

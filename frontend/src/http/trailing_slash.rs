@@ -13,12 +13,12 @@ pub(super) fn ignored(routes: Router) -> Router {
     }))
 }
 
-/// Returns the URI without the slashes at its path's end; `None` if there are none. The dashboard redirects by itself, because its page
-/// names its files relative to its path.
+/// Returns the URI without the slashes at its path's end; `None` if there are none. The pages redirect by themselves, because they name
+/// their files relative to their paths.
 fn trimmed(uri: &Uri) -> Option<Uri> {
     let path = uri.path();
     let short = path.trim_end_matches('/');
-    if short.len() == path.len() || path == "/" || path == "/dashboard/" {
+    if short.len() == path.len() || ["/", "/chat/", "/dashboard/"].contains(&path) {
         return None;
     }
     let short = if short.is_empty() { "/" } else { short };
@@ -43,6 +43,7 @@ mod tests {
             ("/live", None),
             ("/live?x=/", None),
             ("/dashboard/", None),
+            ("/chat/", None),
         ] {
             let found = trimmed(&uri.parse().expect("the URI is valid"));
             assert_eq!(found.map(|uri| uri.to_string()).as_deref(), expected, "{uri}");

@@ -86,6 +86,16 @@ async fn operator_pages_are_served_only_by_the_admin_listener() {
     for path in ["/metrics", "/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
         assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (200, 404), "{path}");
     }
+    for path in ["/chat", "/chat/chat.js"] {
+        assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (404, 200), "{path}");
+    }
+    // `/` leads to the port's own page, and no page has a link to one that its port does not serve.
+    for (address, page) in [(admin, "dashboard"), (cluster.frontend, "chat")] {
+        let root = send(address, Method::GET, "/", &[], "".into()).await;
+        assert_eq!(root.header("location"), Some(page));
+        let (_, html) = send(address, Method::GET, &format!("/{page}"), &[], "".into()).await.text().await;
+        assert!(!html.contains("class=\"neighbour\""), "{html}");
+    }
     for path in ["/live", "/ready", "/openapi.json"] {
         assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (200, 200), "{path}");
     }

@@ -19,35 +19,40 @@ async fn recorded(cluster: &Cluster, count: usize) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn dashboard_loads_only_files_of_this_server() {
+async fn pages_load_only_files_of_this_server() {
     let cluster = Cluster::start().await;
-    let page = cluster.send(Method::GET, "/dashboard", &[], "").await;
-    let policy = page.header("content-security-policy").expect("the page has a content-security-policy header").to_owned();
-    for part in ["default-src 'none'", "script-src 'self';", "style-src 'self';", "frame-ancestors 'none'", "base-uri 'none'"] {
-        assert!(policy.contains(part), "{part} in {policy}");
+    for (page, other, files_min) in [("dashboard", "chat", 10), ("chat", "dashboard", 5)] {
+        let reply = cluster.send(Method::GET, &format!("/{page}"), &[], "").await;
+        let policy = reply.header("content-security-policy").expect("the page has a content-security-policy header").to_owned();
+        for part in ["default-src 'none'", "script-src 'self';", "style-src 'self';", "frame-ancestors 'none'", "base-uri 'none'"]
+        {
+            assert!(policy.contains(part), "{part} in {policy}");
+        }
+        assert!(!policy.contains("unsafe") && !policy.contains("http"), "{policy}");
+        let (status, html) = reply.text().await;
+        assert_eq!(status, StatusCode::OK);
+        assert!(html.contains(&format!("<a class=\"neighbour\" href=\"{other}\">")), "{page} has no link to {other}");
+        // Every file that the page uses exists, has the same policy, and refers to no other server.
+        let folder = format!("{page}/");
+        let mut files: Vec<String> = html.split('"').filter(|text| text.starts_with(&folder)).map(str::to_owned).collect();
+        assert!(files.len() >= 3, "{files:?}");
+        let mut seen = 0;
+        while let Some(file) = files.pop() {
+            let reply = cluster.send(Method::GET, &format!("/{file}"), &[], "").await;
+            assert_eq!(reply.header("content-security-policy"), Some(&*policy), "{file}");
+            assert_eq!(reply.header("x-content-type-options"), Some("nosniff"), "{file}");
+            let (status, text) = reply.text().await;
+            assert_eq!(status, StatusCode::OK, "{file}");
+            let imports = text.lines().filter_map(|line| line.strip_prefix("import ")?.split("'./").nth(1)?.split('\'').next());
+            files.extend(imports.map(|name| format!("{folder}{name}")));
+            let elsewhere = text.replace("http://www.w3.org/2000/svg", "");
+            assert!(!elsewhere.contains("http://") && !elsewhere.contains("https://"), "{file} refers to another server");
+            seen += 1;
+        }
+        assert!(seen >= files_min, "the modules of {page} were not followed");
+        let (status, error) = cluster.get(&format!("/{folder}other.js")).await;
+        assert_eq!((status, &error["error"]["code"]), (StatusCode::NOT_FOUND, &json!("unknown_path")));
     }
-    assert!(!policy.contains("unsafe") && !policy.contains("http"), "{policy}");
-    let (status, html) = page.text().await;
-    assert_eq!(status, StatusCode::OK);
-    // Every file that the page uses exists, has the same policy, and refers to no other server.
-    let mut files: Vec<String> = html.split('"').filter(|text| text.starts_with("dashboard/")).map(str::to_owned).collect();
-    assert!(files.len() >= 3, "{files:?}");
-    let mut seen = 0;
-    while let Some(file) = files.pop() {
-        let reply = cluster.send(Method::GET, &format!("/{file}"), &[], "").await;
-        assert_eq!(reply.header("content-security-policy"), Some(&*policy), "{file}");
-        assert_eq!(reply.header("x-content-type-options"), Some("nosniff"), "{file}");
-        let (status, text) = reply.text().await;
-        assert_eq!(status, StatusCode::OK, "{file}");
-        let imports = text.lines().filter_map(|line| line.strip_prefix("import ")?.split("'./").nth(1)?.split('\'').next());
-        files.extend(imports.map(|name| format!("dashboard/{name}")));
-        let elsewhere = text.replace("http://www.w3.org/2000/svg", "");
-        assert!(!elsewhere.contains("http://") && !elsewhere.contains("https://"), "{file} refers to another server");
-        seen += 1;
-    }
-    assert!(seen >= 10, "the modules were not followed");
-    let (status, error) = cluster.get("/dashboard/other.js").await;
-    assert_eq!((status, &error["error"]["code"]), (StatusCode::NOT_FOUND, &json!("unknown_path")));
 }
 
 #[tokio::test]

@@ -204,6 +204,8 @@ async fn with_keys_the_operators_pages_are_shown_to_trusted_peers_only() {
                 "{path}"
             );
         }
+        // The chat's files say nothing about anyone; its requests need a key.
+        assert_eq!(cluster.send(Method::GET, "/chat", &[], "").await.status(), StatusCode::OK);
     }
     // Without keys, the metrics are shown as before.
     let cluster = Cluster::with(untrusted).await;

@@ -98,7 +98,8 @@ async fn document_describes_every_path_of_the_server() {
     let served: BTreeSet<String> = routes.map(|path| path.replace("{*", "{")).collect();
     let missing: Vec<_> = served.iter().filter(|path| !described.contains(path.as_str())).collect();
     assert!(missing.is_empty(), "http/openapi.rs must describe {missing:?}");
-    let gone: Vec<_> = described.iter().filter(|path| **path != "/dashboard" && !served.contains(**path)).collect();
+    let gone: Vec<_> =
+        described.iter().filter(|path| !["/chat", "/dashboard"].contains(path) && !served.contains(**path)).collect();
     assert!(gone.is_empty(), "http/openapi.rs describes {gone:?}, which the server does not have");
     let references = document.to_string();
     for reference in references.split("\"$ref\":\"#").skip(1).filter_map(|rest| rest.split('"').next()) {

@@ -22,14 +22,12 @@ async fn version_ping_and_load_have_vllms_fields() {
 }
 
 #[tokio::test]
-async fn root_redirects_to_the_dashboard_where_it_is_shown() {
-    let cluster = Cluster::start().await;
-    let root = cluster.send(Method::GET, "/", &[], "").await;
-    assert_eq!((root.status(), root.header("location")), (StatusCode::TEMPORARY_REDIRECT, Some("dashboard")));
-    let forwarded = cluster.send(Method::GET, "/", &[("x-forwarded-for", "1.2.3.4")], "").await;
-    assert_eq!(forwarded.status(), StatusCode::FORBIDDEN);
-    let without = Cluster::with(|settings| settings.dashboard_requests = 0).await;
-    assert_eq!(without.get("/").await.0, StatusCode::NOT_FOUND);
+async fn root_leads_to_the_chat() {
+    for dashboard_requests in [0, 512] {
+        let cluster = Cluster::with(|settings| settings.dashboard_requests = dashboard_requests).await;
+        let root = cluster.send(Method::GET, "/", &[], "").await;
+        assert_eq!((root.status(), root.header("location")), (StatusCode::TEMPORARY_REDIRECT, Some("chat")));
+    }
 }
 
 #[tokio::test]
@@ -43,8 +41,9 @@ async fn trailing_slash_is_ignored_on_every_path() {
     cluster.call().await.answer(Some(0), "a").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     // The page's files are named relative to its path, so the path with a slash is redirected.
-    let page = cluster.send(Method::GET, "/dashboard/", &[], "").await;
-    assert_eq!(page.header("location"), Some("../dashboard"));
+    for (path, target) in [("/dashboard/", "../dashboard"), ("/chat/", "../chat")] {
+        assert_eq!(cluster.send(Method::GET, path, &[], "").await.header("location"), Some(target));
+    }
 }
 
 #[tokio::test]

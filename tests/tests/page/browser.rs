@@ -15,6 +15,8 @@ use tokio::time::{Instant, sleep, timeout};
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// The interval of polling for a state that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(30);
+/// The longest way to an element of a page by the key Tab.
+const STEPS_MAX: u32 = 80;
 
 /// Runs the browser with the protocol's pipes as its file descriptors 3 and 4.
 const SHELL: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#;
@@ -66,6 +68,10 @@ impl Browser {
         });
         let (calls, session, console_errors) = (0, None, Vec::new());
         let mut browser = Self { process, requests, replies, calls, session, console_errors, folder };
+        // The pages may read what they have copied.
+        browser
+            .call("Browser.grantPermissions", json!({ "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"] }))
+            .await?;
         let target = browser.call("Target.createTarget", json!({ "url": "about:blank" })).await?;
         let attach = json!({ "targetId": target["targetId"], "flatten": true });
         let session = browser.call("Target.attachToTarget", attach).await?;
@@ -132,21 +138,35 @@ impl Browser {
         Ok(())
     }
 
-    /// Presses the key with this name of `KeyboardEvent.key`.
+    /// Presses the key with this name of `KeyboardEvent.key`, after `Shift+` if that key is held.
     pub async fn press(&mut self, key: &str) -> Result<()> {
+        let (modifiers, key) = key.strip_prefix("Shift+").map_or((0, key), |key| (8, key));
         let (code, text) = match key {
             "Tab" => (9, None),
             "Enter" => (13, Some("\r")),
             "Escape" => (27, None),
             other => bail!("the key {other} is not supported"),
         };
-        let mut event = json!({ "type": "rawKeyDown", "key": key, "code": key, "windowsVirtualKeyCode": code });
+        let mut event =
+            json!({ "type": "rawKeyDown", "key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers });
         if let Some(text) = text {
             (event["type"], event["text"]) = ("keyDown".into(), text.into());
         }
         self.call("Input.dispatchKeyEvent", event.clone()).await?;
         event["type"] = "keyUp".into();
         self.call("Input.dispatchKeyEvent", event).await.map(drop)
+    }
+
+    /// Presses a key, `Tab` or `Shift+Tab`, until an element that matches the selector has the focus.
+    pub async fn walk(&mut self, key: &str, selector: &str) -> Result<()> {
+        let found = format!("document.activeElement.matches({})", json!(selector));
+        for _ in 0..STEPS_MAX {
+            self.press(key).await?;
+            if self.value(&found).await? == true {
+                return Ok(());
+            }
+        }
+        bail!("{key} does not lead to {selector}")
     }
 
     pub async fn write(&mut self, text: &str) -> Result<()> {

@@ -1,9 +1,12 @@
-//! Tests of the page at `/dashboard` in a real browser, on a cluster that has served requests.
+//! Tests of the pages at `/dashboard` and `/chat` in a real browser, on a cluster that has served requests.
 //!
-//! With `PAGE_SHOTS=FOLDER` the tests write screenshots to the folder: light, dark, as wide as a phone, and a request's timeline.
+//! With `PAGE_SHOTS=FOLDER` the tests write screenshots to the folder.
 
 mod browser;
+mod chat;
 mod cluster;
+mod looks;
+mod pictures;
 
 use anyhow::{Context, Result, ensure};
 use browser::Browser;
@@ -24,8 +27,8 @@ const SECRET: &str = "wisteria";
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// The interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-const PHONE: (u32, u32) = (390, 844);
-const DESK: (u32, u32) = (1280, 900);
+const PHONE: (u32, u32) = (400, 800);
+const DESK: (u32, u32) = (1440, 900);
 
 /// Sends sixty prompts about seven documents. Then one client disconnects, and one sends an invalid request.
 async fn traffic(client: &Client) -> Result<()> {
@@ -189,33 +192,6 @@ async fn shows_the_history(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that a conversation has the model's answers and their usage, and that its text is in the page only.
-async fn chats(browser: &mut Browser, client: &Client) -> Result<()> {
-    browser.value("document.getElementById('chat-max').value = 20").await?;
-    for turn in 0..2 {
-        browser.value("document.getElementById('message').focus()").await?;
-        browser.write(&format!("{SECRET} {}", prose("chat", 100))).await?;
-        browser.press("Enter").await?;
-        browser.until(&format!("document.querySelectorAll('#conversation [data-field=usage]').length === {}", turn + 1)).await?;
-    }
-    let cached = "[...document.querySelectorAll('#conversation [data-cached]')].map((usage) => Number(usage.dataset.cached))";
-    let cached = browser.value(cached).await?;
-    ensure!(cached[1].as_u64() > Some(64), "the second turn did not find the first one in the cache: {cached}");
-    let page = browser.value("document.getElementById('conversation').textContent").await?;
-    ensure!(page.as_str().is_some_and(|text| text.contains(SECRET) && text.contains("prompt tokens cached")), "{page}");
-    for path in ["/dashboard/cluster", "/dashboard/requests", "/dashboard/history"] {
-        ensure!(!client.get(path).await?.1.contains(SECRET), "{path} contains a message");
-    }
-    if let Ok(folder) = std::env::var("PAGE_SHOTS") {
-        browser.value("document.getElementById('chat').scrollIntoView()").await?;
-        std::fs::write(format!("{folder}/chat.png"), browser.picture(false).await?)?;
-    }
-    browser.value("document.getElementById('chat-clear').click()").await?;
-    assert_eq!(browser.value("document.getElementById('conversation').textContent").await?, "");
-    assert_eq!(browser.value("localStorage.length + sessionStorage.length").await?, 0);
-    Ok(())
-}
-
 /// Asserts that the page can be used with the keyboard: Tab selects a request, Enter opens its timeline, Escape closes it.
 async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     browser.value("document.getElementById('order').value = 'total'").await?;
@@ -314,23 +290,6 @@ async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     Ok(())
 }
 
-async fn fits_every_window(browser: &mut Browser) -> Result<()> {
-    let shots = std::env::var("PAGE_SHOTS").ok();
-    for (name, size, scheme) in [("light", DESK, "light"), ("dark", DESK, "dark"), ("phone", PHONE, "light")] {
-        browser.show(size, scheme).await?;
-        browser.until(&format!("window.innerWidth === {}", size.0)).await?;
-        let back = browser.value("getComputedStyle(document.body).backgroundColor").await?;
-        let expected = if scheme == "dark" { "rgb(18, 22, 27)" } else { "rgb(246, 247, 249)" };
-        assert_eq!(back, expected, "{name}");
-        // The charts are redrawn when the width changes.
-        browser.until("document.documentElement.scrollWidth <= window.innerWidth").await?;
-        if let Some(folder) = &shots {
-            std::fs::write(format!("{folder}/{name}.png"), browser.picture(true).await?)?;
-        }
-    }
-    Ok(())
-}
-
 /// Asserts that names and prompts are escaped, and that the content security policy blocks injected scripts and connections to other
 /// origins.
 async fn blocks_injected_scripts(browser: &mut Browser, client: &Client) -> Result<()> {
@@ -379,9 +338,12 @@ async fn dashboard_matches_metrics_in_a_real_browser() -> Result<()> {
     shows_chunks(&mut browser, &client).await?;
     explains(&mut browser, &client).await?;
     explains_every_term(&mut browser).await?;
+    // The explanation and the timeline are open, so that their tables are looked at as well.
+    browser.value("document.querySelector('#recent tbody button').click()").await?;
+    looks::are_good(&mut browser, "timeline").await?;
+    browser.press("Escape").await?;
+    looks::are_good(&mut browser, "dashboard").await?;
     shows_the_history(&mut browser).await?;
-    chats(&mut browser, &client).await?;
-    fits_every_window(&mut browser).await?;
     assert_eq!(browser.console_errors(), [] as [String; 0]);
     blocks_injected_scripts(&mut browser, &client).await
 }

@@ -243,6 +243,7 @@ impl ServedProcess for Cluster {
         places.push(("router", self.router.to_string()));
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
+        places.push(("chat", format!("{url}/chat")));
         // If clients need API keys, the page is not listed, because no API key gives access to it on this port.
         places.extend((!self.access.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();

@@ -41,7 +41,8 @@ const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bia
 #[test]
 fn printed_curl_request_is_answered_and_sigint_ends_the_process_cleanly() {
     let up = sim(&["--sim-speedup", "50"]);
-    for part in ["sim is ready", "router", "prefill-0", "prefill-1", "decode-0", "/dashboard\n", "tandem chat http://"] {
+    for part in ["sim is ready", "router", "prefill-0", "prefill-1", "decode-0", "/chat\n", "/dashboard\n", "tandem chat http://"]
+    {
         assert!(up.introduction.contains(part), "{part}: {}", up.introduction);
     }
     let body =

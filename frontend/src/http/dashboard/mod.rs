@@ -1,11 +1,11 @@
-//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. Each request for the JSON computes it
-//! from the routers' views of the cluster and from [`Recent`](crate::recent::Recent).
+//! The pages at `/chat` and `/dashboard`: their files, which are part of this program, and the JSON that the dashboard shows. Each request
+//! for the JSON computes it from the routers' views of the cluster and from [`Recent`](crate::recent::Recent). The chat uses the API only.
 //!
-//! The page loads only files of this server; [`POLICY`] makes browsers enforce this. It adds data to the document as text, never as markup.
+//! The pages load only files of this server; [`POLICY`] makes browsers enforce this. They add data to the document as text, never as markup.
 
 mod cluster;
 
-use super::{app::App, health, request_id::HttpRequestId};
+use super::{app::App, health, request_id::HttpRequestId, unknown_path};
 use crate::{
     clock::unix_ms,
     error::ApiError,
@@ -20,16 +20,23 @@ use axum::{
     routing::get,
 };
 use serde_json::json;
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 const HTML: &str = "text/html; charset=utf-8";
 const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
-/// The page's files, each with its name, content type and content.
-const FILES: [(&str, &str, &str); 12] = [
+/// The pages. Each has one line with a link to the other one, which is removed where the other one is not served.
+const DASHBOARD: &str = include_str!("page/page.html");
+const CHAT: &str = include_str!("page/chat.html");
+
+/// The files of the pages, each with its name, content type and content.
+const FILES: [(&str, &str, &str); 15] = [
     ("page.css", CSS, include_str!("page/page.css")),
+    ("chat.css", CSS, include_str!("page/chat.css")),
+    ("copy.js", JS, include_str!("page/copy.js")),
+    ("markdown.js", JS, include_str!("page/markdown.js")),
     ("icon.svg", SVG, include_str!("page/icon.svg")),
     ("main.js", JS, include_str!("page/main.js")),
     ("dom.js", JS, include_str!("page/dom.js")),
@@ -56,10 +63,10 @@ const GUARDS: [(HeaderName, &str); 5] = [
     (header::CACHE_CONTROL, "no-cache"),
 ];
 
-pub(super) fn routes() -> Router<Arc<App>> {
+/// Returns the routes of the dashboard, which has a link to the chat if `chat` is served as well.
+pub(super) fn routes(chat: Neighbour) -> Router<Arc<App>> {
     Router::new()
-        .route("/", get(async || Redirect::temporary("dashboard")))
-        .route("/dashboard", get(async || text(HTML, include_str!("page/page.html"))))
+        .route("/dashboard", get(async move || text(HTML, chat.shown_in(DASHBOARD))))
         .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
@@ -70,10 +77,43 @@ pub(super) fn routes() -> Router<Arc<App>> {
         .route("/dashboard/{file}", get(file))
 }
 
-async fn file(Path(name): Path<String>) -> Response {
+/// Returns the routes of the chat, which has a link to the dashboard if that is served as well.
+pub(super) fn chat(dashboard: Neighbour) -> Router<Arc<App>> {
+    Router::new()
+        .route("/chat", get(async move || text(HTML, dashboard.shown_in(CHAT))))
+        .route("/chat/", get(async || Redirect::permanent("../chat")))
+        // A client whose base URL lacks /v1 posts to /chat/completions.
+        .route("/chat/{file}", get(file).fallback(unknown_path))
+}
+
+/// Returns the route of `/`, which leads to this page.
+pub(super) fn start(page: &'static str) -> Router<Arc<App>> {
+    Router::new().route("/", get(async move || Redirect::temporary(page)))
+}
+
+/// Whether a page's neighbour is served on the same port.
+#[derive(Clone, Copy)]
+pub(super) enum Neighbour {
+    Served,
+    Absent,
+}
+
+impl Neighbour {
+    /// Returns the page, without the line that links to its neighbour if that is absent.
+    fn shown_in(self, page: &'static str) -> Cow<'static, str> {
+        match self {
+            Self::Served => page.into(),
+            Self::Absent => {
+                page.lines().filter(|line| !line.contains(r#"class="neighbour""#)).flat_map(|line| [line, "\n"]).collect()
+            }
+        }
+    }
+}
+
+async fn file(Path(name): Path<String>, request: Request) -> Response {
     match FILES.into_iter().find(|(file, ..)| *file == name) {
         Some((_, kind, content)) => text(kind, content),
-        None => ApiError::UnknownPath.into_response(),
+        None => unknown_path(request).await.into_response(),
     }
 }
 
@@ -108,8 +148,8 @@ async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Res
     guarded(Json(json!({ "since": app.since, "max": recent.max, "requests": records, "refusals": recent.refusals() })))
 }
 
-fn text(kind: &'static str, content: &'static str) -> Response {
-    guarded(([(header::CONTENT_TYPE, kind)], content))
+fn text(kind: &'static str, content: impl Into<Cow<'static, str>>) -> Response {
+    guarded(([(header::CONTENT_TYPE, kind)], content.into()))
 }
 
 fn guarded(response: impl IntoResponse) -> Response {

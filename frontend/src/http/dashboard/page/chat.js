@@ -1,6 +1,12 @@
-// A conversation with the model over this frontend's API. It is held in this module only.
+// A conversation with the model over this frontend's API. It is held in this page only.
 
-import { byId, count, duration, el } from './dom.js';
+import { copyButton } from './copy.js';
+import { byId, count, duration, el, offerModels, setText } from './dom.js';
+import { showMarkdown } from './markdown.js';
+
+const READY_MS = 5000;
+// The page follows an answer if the end of the conversation was this near, in pixels.
+const END_PX = 48;
 
 let messages = [];
 // Ends the request that is under way; null if there is none.
@@ -23,30 +29,64 @@ async function* events(body) {
   }
 }
 
-async function request(signal) {
+// Sends a request with the key, if there is one. A key is asked for when the server wants one.
+async function ask(path, options = {}) {
   const key = byId('chat-key').value;
-  const answer = await fetch('v1/chat/completions', {
-    method: 'POST',
-    headers: { 'content-type': 'application/json', ...(key ? { authorization: `Bearer ${key}` } : {}) },
-    body: JSON.stringify({
-      model: byId('chat-model').value, messages, max_tokens: Number(byId('chat-max').value), stream: true, stream_options: { include_usage: true },
-    }),
-    signal,
-  });
-  if (answer.ok) return answer.body;
+  const answer = await fetch(path, { ...options, headers: { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) } });
   if (answer.status === 401) byId('chat-key-part').hidden = false;
+  if (answer.ok) return answer;
   const { error } = await answer.json();
-  throw new Error(error.code === 'admin_port' ? 'this port serves no answers; open the page on the port of the API, or use `tandem chat`' : error.message);
+  throw new Error(error.message);
 }
 
-// Sends the conversation, and shows the answer as it arrives.
+async function request(signal) {
+  const system = byId('chat-system').value.trim();
+  const temperature = byId('chat-temperature').value;
+  const body = {
+    model: byId('chat-model').value,
+    messages: [...(system ? [{ role: 'system', content: system }] : []), ...messages],
+    max_tokens: Number(byId('chat-max').value),
+    ...(temperature === '' ? {} : { temperature: Number(temperature) }),
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+  const headers = { 'content-type': 'application/json' };
+  return (await ask('v1/chat/completions', { method: 'POST', headers, body: JSON.stringify(body), signal })).body;
+}
+
+// Calls `change`, and shows the end of the conversation if it was shown before.
+function follow(change) {
+  const view = byId('scroll');
+  const atEnd = view.scrollHeight - view.scrollTop - view.clientHeight < END_PX;
+  change();
+  if (atEnd) view.scrollTop = view.scrollHeight;
+}
+
+function cost(usage, text, first, ms) {
+  const seconds = (ms - first) / 1000;
+  const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = usage;
+  const speed = completion > 1 && seconds > 0 ? ` · ${count((completion - 1) / seconds)} tokens/s` : '';
+  return el('div', { class: 'cost' },
+    el('p', { class: 'note', 'data-field': 'usage', 'data-cached': String(details?.cached_tokens ?? '') },
+      `${count(details?.cached_tokens)} of ${count(prompt)} prompt tokens cached · first token after ${duration(first)} · ${count(completion)} tokens${speed}`),
+    copyButton('Copy the answer', () => text));
+}
+
+// Sends the conversation, and shows the answer in `place` as it arrives.
 async function answer(place) {
   const began = performance.now();
-  const text = el('p', {});
-  const reasoning = el('p', { class: 'quiet' });
-  place.append(reasoning, text);
+  const thoughts = el('p', { class: 'quiet thoughts' });
+  const shown = el('div', { class: 'text' });
+  place.append(thoughts, shown);
+  let text = '';
   let first = null;
   let usage = null;
+  let frame = null;
+  // A text is shown once for each frame, however many tokens arrive.
+  const show = () => follow(() => {
+    frame = null;
+    showMarkdown(shown, text);
+  });
   running = new AbortController();
   try {
     for await (const event of events(await request(running.signal))) {
@@ -54,56 +94,95 @@ async function answer(place) {
       usage = event.usage ?? usage;
       const { content, reasoning_content: thought } = event.choices?.[0]?.delta ?? {};
       if (content || thought) first ??= performance.now() - began;
-      text.append(content ?? '');
-      reasoning.append(thought ?? '');
+      text += content ?? '';
+      if (thought) follow(() => thoughts.append(thought));
+      if (content) frame ??= requestAnimationFrame(show);
     }
   } finally {
     running = null;
-    if (text.textContent) messages.push({ role: 'assistant', content: text.textContent });
+    cancelAnimationFrame(frame);
+    show();
+    if (text) messages.push({ role: 'assistant', content: text });
     // A message without an answer is not sent again with the next one.
     else messages.pop();
   }
-  if (!usage) return;
-  const seconds = (performance.now() - began - first) / 1000;
-  const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = usage;
-  const speed = completion > 1 && seconds > 0 ? ` · ${count((completion - 1) / seconds)} tokens/s` : '';
-  place.append(el('p', { class: 'note', 'data-field': 'usage', 'data-cached': String(details?.cached_tokens ?? '') },
-    `${count(details?.cached_tokens)} of ${count(prompt)} prompt tokens cached · first token after ${duration(first)} · ${count(completion)} tokens${speed}`));
+  if (usage) follow(() => place.append(cost(usage, text, first, performance.now() - began)));
 }
 
-async function send() {
-  const message = byId('message').value.trim();
+async function send(message) {
   if (running || !message) return;
-  byId('message').value = '';
-  const place = el('li', {}, el('p', { class: 'question' }, message));
+  const place = el('li', { 'aria-busy': 'true' }, el('p', { class: 'question' }, message));
+  byId('empty').hidden = true;
   byId('conversation').append(place);
+  byId('scroll').scrollTop = byId('scroll').scrollHeight;
   messages.push({ role: 'user', content: message });
   byId('chat-send').disabled = true;
   byId('chat-stop').disabled = false;
+  // The focus must not stay on a button that has gone or is disabled. On a phone, it would open the keyboard.
+  if (matchMedia('(hover: hover)').matches) byId('message').focus();
   try {
     await answer(place);
   } catch (error) {
-    place.append(el('p', { class: 'problem' }, error.name === 'AbortError' ? 'Stopped.' : `No answer: ${error.message}`));
+    follow(() => place.append(el('p', { class: 'problem' }, error.name === 'AbortError' ? 'Stopped.' : `No answer: ${error.message}`)));
   }
+  place.removeAttribute('aria-busy');
   byId('chat-send').disabled = false;
   byId('chat-stop').disabled = true;
 }
 
-export function listenToChat() {
+function clear() {
+  running?.abort();
+  messages = [];
+  byId('conversation').replaceChildren();
+  byId('empty').hidden = false;
+  byId('message').focus();
+}
+
+async function showModels() {
+  const models = (await (await ask('v1/models')).json()).data.map(({ id }) => id);
+  offerModels('chat', models);
+  setText(byId('model'), models.join(', '));
+}
+
+// Shows whether the server is ready, and the models once they are known.
+async function showState() {
+  try {
+    const { status } = await (await fetch('ready', { cache: 'no-store' })).json();
+    setText(byId('state'), status === 'ready' ? 'Ready' : `Not ready: ${status}`);
+    byId('state').className = status === 'ready' ? 'good' : 'bad';
+    if (byId('chat-model').options.length === 0) await showModels();
+  } catch (error) {
+    setText(byId('state'), error.message);
+    byId('state').className = 'bad';
+  }
+}
+
+function listen() {
   byId('chat-form').addEventListener('submit', (event) => {
     event.preventDefault();
-    send();
+    if (running) return;
+    const message = byId('message').value.trim();
+    byId('message').value = '';
+    send(message);
   });
-  // Enter sends the message; Shift and Enter begin a line.
   byId('message').addEventListener('keydown', (event) => {
     if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     byId('chat-form').requestSubmit();
   });
-  byId('chat-stop').addEventListener('click', () => running?.abort());
-  byId('chat-clear').addEventListener('click', () => {
-    running?.abort();
-    messages = [];
-    byId('conversation').replaceChildren();
+  document.addEventListener('keydown', (event) => {
+    if (event.key === 'Escape') running?.abort();
   });
+  byId('chat-stop').addEventListener('click', () => running?.abort());
+  byId('chat-clear').addEventListener('click', clear);
+  byId('chat-key').addEventListener('change', showState);
+  for (const example of byId('examples').querySelectorAll('button')) {
+    example.addEventListener('click', () => send(example.textContent));
+  }
 }
+
+listen();
+showState();
+setInterval(() => {
+  if (document.visibilityState === 'visible') showState();
+}, READY_MS);

@@ -9,7 +9,8 @@ export function showCluster(cluster) {
   byId('front').replaceChildren(frontend(cluster), ...cluster.routers.map(router), ...audit(cluster));
   for (const role of ['prefill', 'decode']) {
     const workers = cluster.workers.filter((worker) => worker.role === role || (role === 'decode' && worker.role === 'unknown'));
-    const none = el('li', { class: 'note' }, role === 'prefill' ? 'None: decode workers prefill.' : 'None.');
+    const decodeWorkersPrefill = role === 'prefill' && cluster.workers.length > 0;
+    const none = el('li', { class: 'note' }, decodeWorkersPrefill ? 'None: decode workers prefill.' : 'None.');
     byId(role).replaceChildren(...(workers.length > 0 ? workers.map((worker) => card(worker, cluster.block_size)) : [none]));
   }
   byId('unavailable-part').hidden = cluster.unavailable.length === 0;

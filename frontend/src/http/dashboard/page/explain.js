@@ -42,10 +42,13 @@ function table(prompt) {
   prompt.workers.sort(inOrder);
   const rows = prompt.workers.flatMap((worker) =>
     USES.filter(([use]) => worker[use]).map(([use, name]) => line(worker, use, name, chosen(worker, use))));
-  return el('div', { class: 'wide', role: 'region', 'aria-label': 'Costs', tabindex: '0' },
-    el('table', { id: 'costs' },
-      el('thead', {}, el('tr', {}, ...heads.map(head))),
-      el('tbody', {}, ...rows)));
+  return [
+    el('p', { class: 'note sideways' }, 'The table is wider than the window: scroll it sideways.'),
+    el('div', { class: 'wide', role: 'region', 'aria-label': 'Costs', tabindex: '0' },
+      el('table', { id: 'costs' },
+        el('thead', {}, el('tr', {}, ...heads.map(head))),
+        el('tbody', {}, ...rows))),
+  ];
 }
 
 export function listenToExplain() {
@@ -58,7 +61,7 @@ export function listenToExplain() {
       place.replaceChildren(
         el('p', { class: 'explanation' }, prompt.explanation),
         el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} reusable blocks of ${count(prompt.block_size)} tokens`),
-        table(prompt));
+        ...table(prompt));
     } catch (error) {
       place.replaceChildren(el('p', { class: 'problem' }, `Explain failed: ${error.message}`));
     }

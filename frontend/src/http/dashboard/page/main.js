@@ -7,7 +7,6 @@ import { showCluster } from './cluster.js';
 import { firstTokens, forget, listenToRequests, newest, showRefused, showRequests, showScatter, take } from './requests.js';
 import { listenToTimeline } from './timeline.js';
 import { listenToExplain } from './explain.js';
-import { listenToChat } from './chat.js';
 import { about, addTooltips } from './terms.js';
 
 const PAUSE_MS = 2000;
@@ -46,7 +45,7 @@ async function update() {
     begin((await (await get('dashboard/history')).json()).periods);
     hasHistory = true;
   }
-  for (const use of ['explain', 'chat']) offerModels(use, cluster.models);
+  offerModels('explain', cluster.models);
   cluster.workers.sort(inOrder);
   cluster.workers.forEach(({ worker }) => colour(worker));
   take(requests);
@@ -124,6 +123,5 @@ new ResizeObserver(() => {
 listenToRequests();
 listenToTimeline();
 listenToExplain();
-listenToChat();
 addTooltips();
 updateLoop();
