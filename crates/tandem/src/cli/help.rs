@@ -115,7 +115,8 @@ mod tests {
         let command = Cli::command();
         let mut names: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
         let mut grouped: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| *names).copied().collect();
-        (names.sort_unstable(), grouped.sort_unstable());
+        names.sort_unstable();
+        grouped.sort_unstable();
         assert_eq!(grouped, names);
         let help = help(&["-h"]);
         let line =
