@@ -140,6 +140,7 @@ impl ServerPlace {
 }
 
 /// Returns the running cluster whose frontend or router is at this address; `None` if there is none.
+#[cfg(feature = "top")]
 pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option<RunningCluster> {
     // The certificate of a frontend may have only one of the names of this machine.
     let place = |address: &ServerAddress| address.host_port().replace("localhost:", "127.0.0.1:");
