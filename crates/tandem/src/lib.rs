@@ -20,6 +20,7 @@ mod secrets;
 pub mod serve;
 pub mod server;
 pub mod settings;
+#[cfg(any(feature = "chat", feature = "top"))]
 mod terminal;
 mod text_table;
 #[cfg(feature = "top")]

@@ -140,10 +140,13 @@ impl ServerPlace {
 }
 
 /// Returns the running cluster whose frontend or router is at this address; `None` if there is none.
+#[cfg(feature = "top")]
 pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option<RunningCluster> {
-    let named = address.host_port();
+    // The certificate of a frontend may have only one of the names of this machine.
+    let place = |address: &ServerAddress| address.host_port().replace("localhost:", "127.0.0.1:");
+    let named = place(address);
     let is_named = |cluster: &RunningCluster| {
-        let frontend = ServerPlace::of(cluster).map(|place| place.address.host_port());
+        let frontend = ServerPlace::of(cluster).map(|frontend| place(&frontend.address));
         cluster.router.to_string() == named || frontend.is_ok_and(|frontend| frontend == named)
     };
     RunningCluster::all(folders).ok()?.into_iter().find(is_named)

@@ -62,7 +62,12 @@ pub(super) fn command_for(args: &[OsString]) -> clap::Command {
          Start with: tandem up",
     );
     let is_short = args.iter().any(|arg| arg == "-h");
-    command.mut_subcommands(|role| if is_short && super::layers::serves(&role) { shortened(role) } else { role })
+    command.mut_subcommands(|role| if is_short && serves(&role) { shortened(role) } else { role })
+}
+
+/// Returns whether the subcommand is a role. Only roles have settings.
+pub(super) fn serves(subcommand: &clap::Command) -> bool {
+    subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
 }
 
 /// Returns the commands of each group, with the first sentence of their help.
@@ -110,7 +115,8 @@ mod tests {
         let command = Cli::command();
         let mut names: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
         let mut grouped: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| *names).copied().collect();
-        (names.sort_unstable(), grouped.sort_unstable());
+        names.sort_unstable();
+        grouped.sort_unstable();
         assert_eq!(grouped, names);
         let help = help(&["-h"]);
         let line =

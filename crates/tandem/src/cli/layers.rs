@@ -1,7 +1,11 @@
 //! The layers of settings. clap reads flags, environment variables and defaults. A key of the configuration file replaces the default of
 //! the flag with the same name, so one parser reads and checks all layers.
 
-use super::{Cli, help, rules};
+use super::{
+    Cli,
+    help::{self, serves},
+    rules,
+};
 use clap::{
     ArgMatches, FromArgMatches,
     error::{ContextKind, ContextValue, ErrorKind},
@@ -49,11 +53,6 @@ impl Cli {
 fn without_empty_variables(command: clap::Command) -> clap::Command {
     let is_empty = |arg: &clap::Arg| arg.get_env().and_then(std::env::var_os).is_some_and(|value| value.is_empty());
     command.mut_args(|arg| if is_empty(&arg) { arg.env(None::<&str>) } else { arg }).mut_subcommands(without_empty_variables)
-}
-
-/// Returns whether the subcommand is a role. Only roles have settings.
-pub(super) fn serves(subcommand: &clap::Command) -> bool {
-    subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
 }
 
 /// Returns the path given by `--config`; `None` if the flag is not set.

@@ -86,7 +86,7 @@ impl ApiAccess {
     /// them. Programs of this machine also get the names of the workers, if the API listens on loopback only.
     pub(super) fn disaggregated(&self, model: &str) -> String {
         let details = if self.listens.ip().is_loopback() { " -H 'x-tandem-details: true'" } else { "" };
-        let prompts = ["a", "b", "c"].map(|name| format!(r#"\"{name} $(seq -s ' ' 60)\""#)).join(", ");
+        let prompts = ["a", "b", "c"].map(|name| format!(r#"\"{name} $(seq -s ' ' 40)\""#)).join(", ");
         self.curl(
             "/v1/completions",
             details,

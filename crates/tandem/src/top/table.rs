@@ -191,12 +191,14 @@ impl TextTable {
 
     /// Formats the table as text of at most `width` columns, for scripts and reports, with the columns that fit.
     pub(super) fn plain(&self, width: usize, by: Column) -> String {
-        let (columns, hidden) = self.columns(width, by);
+        let (columns, _) = self.columns(width, by);
+        let hidden: Vec<String> =
+            Column::all().iter().filter(|column| !columns.contains(column)).map(|column| column.head().join(" ")).collect();
         let heads = columns.iter().map(|column| column.head().join("\n")).collect();
         let rows = self.rows.iter().map(|row| columns.iter().map(|&column| row[column as usize].to_string()).collect());
         let left = columns.iter().filter(|column| column.is_text()).count();
         let table = text_table_with_gap(std::iter::once(heads).chain(rows), left, 1);
-        let hidden = (hidden > 0).then(|| format!("{hidden} columns hidden"));
+        let hidden = (!hidden.is_empty()).then(|| format!("hidden columns: {}", hidden.join(", ")));
         let notes = self.notes.iter().cloned().chain(hidden).flat_map(|note| wrapped(&note, width));
         let notes: String = notes.map(|line| format!("{line}\n")).collect();
         let gap = if notes.is_empty() { "" } else { "\n" };
@@ -382,7 +384,7 @@ pub(super) mod tests {
             let essential = 60;
             let widest = plain.lines().map(|line| line.chars().count()).max().unwrap_or_default();
             assert!(widest <= width.max(essential), "{widest} columns instead of {width}:\n{plain}");
-            assert_eq!(plain.contains(" columns hidden\n"), width < 120, "{width}:\n{plain}");
+            assert_eq!(plain.contains("\nhidden columns: "), width < 120, "{width}:\n{plain}");
         }
     }
 

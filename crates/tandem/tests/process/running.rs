@@ -92,7 +92,8 @@ fn commands_without_a_server_find_the_only_cluster_of_their_user() {
         assert!(error.contains("name one, such as: tandem ") && error.lines().count() == 1, "{error}");
     }
     let router = one.introduction.lines().find_map(|line| line.trim().strip_prefix("router ")).expect("it is printed").trim();
-    for named in [one.address(), router, two.address()] {
+    let localhost = one.address().replace("127.0.0.1", "localhost");
+    for named in [one.address(), router, two.address(), &localhost] {
         let (code, table) = user.top(&[named]);
         assert!(code == Some(0) && table.contains("3 of 3 workers"), "{table}");
     }
