@@ -208,7 +208,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     let report = report?;
     serve::print(&format!("{}\n", report::text(&report).trim_end()))?;
     let answered = report.requests.answered;
-    args.report.write(&report.name.clone(), &[report])?;
+    args.report.write(&report.name.clone(), None, &[report])?;
     ensure!(answered > 0, "no request was answered; the report names the failures");
     Ok(())
 }
