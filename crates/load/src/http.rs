@@ -7,7 +7,7 @@ use hyper::{
     header::{CONTENT_TYPE, HeaderValue},
 };
 use std::time::Duration;
-use tandem_client::{HttpClient, HttpError, authorities, whole};
+use tandem_client::{HttpClient, HttpError, RootCertStore, authorities, whole};
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -49,10 +49,14 @@ pub(crate) struct Http {
 impl Http {
     /// Makes a client. `url` may end with `/v1`. `headers` are added to every request.
     pub(crate) fn new(url: &str, headers: HeaderMap) -> Result<Self, UrlError> {
+        Self::trusting(url, headers, authorities(None).expect("no certificates are added"))
+    }
+
+    /// Like [`Self::new`], for a server whose certificate one of these authorities has signed.
+    pub(crate) fn trusting(url: &str, headers: HeaderMap, authorities: RootCertStore) -> Result<Self, UrlError> {
         let base = url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
-        let trusted = authorities(None).expect("no certificates are added");
-        let client = HttpClient::new(base, trusted, CONNECT_TIMEOUT).map_err(|_| UrlError(url.to_owned()))?;
+        let client = HttpClient::new(base, authorities, CONNECT_TIMEOUT).map_err(|_| UrlError(url.to_owned()))?;
         Ok(Self { client, headers })
     }
 

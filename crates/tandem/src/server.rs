@@ -52,6 +52,12 @@ impl fmt::Display for ServerAddress {
 }
 
 impl ServerAddress {
+    /// Returns the URL to which paths such as `/v1/models` are appended.
+    #[cfg(feature = "load")]
+    pub(crate) fn url(&self) -> &str {
+        &self.base_url
+    }
+
     /// Returns `host:port`.
     pub(crate) fn host_port(&self) -> String {
         let (scheme, rest) = self.base_url.split_once("://").unwrap_or(("http", &self.base_url));
@@ -73,6 +79,17 @@ pub struct ServerArgs {
 }
 
 impl ServerArgs {
+    /// Returns the content of the file of `--ca`, if there is one.
+    ///
+    /// # Errors
+    /// The file has no certificate.
+    #[cfg(feature = "load")]
+    pub(crate) fn authority(&self) -> Result<Option<Vec<u8>>> {
+        let Some(path) = &self.ca else { return Ok(None) };
+        certificates(path)?;
+        fs::read(path).map(Some).with_context(|| format!("--ca {} cannot be read", path.display()))
+    }
+
     /// Returns the server, with the API key in the environment variable `key_env` if it has one.
     ///
     /// # Errors

@@ -3,9 +3,11 @@
 mod faults;
 mod plan;
 mod progress;
+mod rates;
 mod replay;
 mod simulate;
 
+pub use rates::{RatesArgs, run as rates};
 pub use replay::{ReplayArgs, run as replay};
 pub use simulate::{SimulateArgs, run as simulate};
 

@@ -241,6 +241,6 @@ fn object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("write a JSON object: {error}"))
 }
 
-fn seconds(text: &str) -> Result<Duration, &'static str> {
+pub(super) fn seconds(text: &str) -> Result<Duration, &'static str> {
     Duration::try_from_secs_f64(positive(text)?).map_err(|_| "write a smaller number")
 }

@@ -12,6 +12,9 @@ use tandem_load::{
 use tandem_router::PrefillPlace;
 use tandem_simulator::{Faults, Replay, RoutingRule, SimulatedCluster, SimulatedDevice, Size};
 
+/// The default of `--prefill-chunk-budget`, in tokens.
+pub(super) const CHUNK_BUDGET: u32 = 2_048;
+
 /// The arguments of `tandem bench simulate`.
 #[derive(Args, Debug)]
 pub struct SimulateArgs {
@@ -84,7 +87,7 @@ struct DeviceArgs {
     #[arg(long, value_name = "TOKENS", default_value_t = 524_288, value_parser = clap::value_parser!(u32).range(1..))]
     kv_capacity_tokens: u32,
     /// Prompt tokens computed in one step
-    #[arg(long, value_name = "TOKENS", default_value_t = 2_048, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    #[arg(long, value_name = "TOKENS", default_value_t = CHUNK_BUDGET, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     prefill_chunk_budget: u32,
     /// Sequences in one step
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
