@@ -18,7 +18,7 @@ use tokio::time::Instant;
 /// The tokens of the shortest prompt.
 const SHORTEST_TOKENS: u64 = 64;
 /// How often each prompt is measured; the shortest time counts, because other work only makes times longer.
-const REPEATS: usize = 3;
+const REPEATS: usize = 5;
 /// A prompt that takes longer than this is the longest one.
 const PROMPT_MAX: Duration = Duration::from_secs(4);
 /// The tokens of each answer.
@@ -109,25 +109,24 @@ async fn measure(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
     let first = probe.ask(FIRST_WORDS, 2).await?;
     probe.tokens_per_word = first.prompt_tokens.ok_or(RatesError::NoUsage)? as f64 / FIRST_WORDS as f64;
     let (batches, decode_workers) = probe.batches(settings.batch_max).await?;
-    let (decode_step_ms, decode_sequence_ms) = fit(batches.iter().map(|(batch, ms)| ([1.0, *batch], *ms)));
     let (_, least_ms) = probe.shortest(1).await?;
     let prompts = probe.prompts(settings.prompt_tokens_max).await?;
-    // The shortest prompt takes the time of the network, the API and the first step of the answer, which is part of all others.
-    let of_prompt = |(tokens, ms): &(u64, f64)| {
-        let steps = tokens.div_ceil(settings.chunk_tokens);
-        ([steps as f64, *tokens as f64], (ms - least_ms).max(f64::MIN_POSITIVE))
-    };
-    let (prefill_step_ms, token_ms) = fit(prompts.iter().map(of_prompt));
-    let prefill_tokens_per_second = 1e3 / token_ms;
-    Ok(MeasuredRates {
-        prefill_tokens_per_second,
-        prefill_step_ms,
-        decode_step_ms,
-        decode_sequence_ms,
-        prompts,
-        batches,
-        decode_workers,
-    })
+    Ok(MeasuredRates::of(prompts, batches, least_ms, settings.chunk_tokens, decode_workers))
+}
+
+impl MeasuredRates {
+    /// Returns the rates that follow from these measurements. `least_ms` is the time to the first token of a prompt of one token, with chunks of
+    /// `chunk_tokens` tokens: it is the time of the network, of the API and of the first step of an answer, which is part of all others.
+    fn of(prompts: Vec<(u64, f64)>, batches: Vec<(f64, f64)>, least_ms: f64, chunk_tokens: u64, decode_workers: usize) -> Self {
+        let (decode_step_ms, decode_sequence_ms) = fit(batches.iter().map(|(batch, ms)| ([1.0, *batch], *ms)));
+        let of_prompt = |(tokens, ms): &(u64, f64)| {
+            let steps = tokens.div_ceil(chunk_tokens);
+            ([steps as f64, *tokens as f64], (ms - least_ms).max(f64::MIN_POSITIVE))
+        };
+        let (prefill_step_ms, token_ms) = fit(prompts.iter().map(of_prompt));
+        let prefill_tokens_per_second = 1e3 / token_ms;
+        Self { prefill_tokens_per_second, prefill_step_ms, decode_step_ms, decode_sequence_ms, prompts, batches, decode_workers }
+    }
 }
 
 struct Probe {
@@ -254,6 +253,19 @@ mod tests {
         // A line that would begin below zero begins at zero, and one that falls is level.
         assert_eq!(fit([([1.0, 1.0], 1.0), ([1.0, 2.0], 3.0)].into_iter()).0, 0.0);
         assert_eq!(fit([([1.0, 1.0], 3.0), ([1.0, 2.0], 1.0)].into_iter()).1, 0.0);
+    }
+
+    #[test]
+    fn rates_are_those_of_the_device_whose_times_were_measured() {
+        // The network and the API take 3 ms of every prompt.
+        let prompt = |tokens: u64| (tokens, 3.0 + 6.1 + 4.0 * tokens.div_ceil(512) as f64 + tokens as f64 / 20.0);
+        let batch = |answers: f64| (answers, 6.0 + 0.1 * answers);
+        let prompts = [59, 119, 239, 479, 959, 1_919].map(prompt).to_vec();
+        let found = MeasuredRates::of(prompts, [1.0, 2.0, 4.0, 8.0].map(batch).to_vec(), 9.1, 512, 1);
+        let rates = [found.prefill_tokens_per_second, found.prefill_step_ms, found.decode_step_ms, found.decode_sequence_ms];
+        for (found, given) in rates.into_iter().zip([20_000.0, 4.0, 6.0, 0.1]) {
+            assert!((found / given - 1.0).abs() < 1e-6, "{rates:?}");
+        }
     }
 
     #[test]
