@@ -16,7 +16,7 @@ pub struct PlanSummary {
     pub required_share: f64,
     /// The clusters that were tried.
     pub tried: Vec<TriedCluster>,
-    /// The commands to go on with.
+    /// The next commands.
     pub commands: Vec<String>,
 }
 

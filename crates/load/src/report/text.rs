@@ -40,7 +40,7 @@ pub fn text(report: &Report) -> String {
 type ComparedColumn = (&'static str, &'static str, fn(&Report) -> String);
 
 const COLUMNS: [ComparedColumn; 13] = [
-    ("answers", "per s", |report| decimal(report.requests.answered_per_second)),
+    ("reqs", "per s", |report| decimal(report.requests.answered_per_second)),
     ("", "failed", |report| match report.requests.failed {
         0 => String::new(),
         failed => whole(failed),

@@ -105,8 +105,8 @@ fn impossible(idle: &IdleMisses, slo: &Slo, share: f64) -> String {
     ];
     let reasons = reasons.into_iter().filter(|(count, ..)| *count > 0);
     let (mut texts, mut flags) = (Vec::new(), Vec::new());
-    for (count, level, flag, who, until) in reasons {
-        texts.push(format!("{:.1}% {who} {} {until}", part(count) * 100.0, level.map(ms).unwrap_or_default()));
+    for (count, level, flag, what, until) in reasons {
+        texts.push(format!("{:.1}% {what} {} {until}", part(count) * 100.0, level.map(ms).unwrap_or_default()));
         flags.push(flag);
     }
     format!(
