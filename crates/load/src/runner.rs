@@ -70,7 +70,7 @@ impl RequestRunner {
     ) -> Option<String> {
         let sent = self.start.elapsed();
         let answering = async {
-            let response = self.http.post(request.path, request.body).await.map_err(|error| failed(&error))?;
+            let response = self.http.post(request.path, request.body).await.map_err(|error| Failure::of(&error))?;
             stream::read(response, self.start, wanted).await
         };
         let received = tokio::select! {
@@ -92,12 +92,14 @@ impl RequestRunner {
     }
 }
 
-/// Returns the failure of a request that received no response, with all reasons.
-fn failed(error: &HttpError) -> Failure {
-    let (mut message, mut reason) = (error.to_string(), error.source());
-    while let Some(error) = reason {
-        message += &format!(": {error}");
-        reason = error.source();
+impl Failure {
+    /// Returns the failure of a request that received no response, with all reasons.
+    pub(crate) fn of(error: &HttpError) -> Self {
+        let (mut message, mut reason) = (error.to_string(), error.source());
+        while let Some(error) = reason {
+            message += &format!(": {error}");
+            reason = error.source();
+        }
+        Self { class: FailureClass::Connection, message }
     }
-    Failure { class: FailureClass::Connection, message }
 }

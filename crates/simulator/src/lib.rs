@@ -6,6 +6,7 @@
 
 mod cluster;
 mod faults;
+mod idle;
 mod plan;
 mod policy;
 mod request;
@@ -15,6 +16,7 @@ mod worker;
 
 pub use cluster::{SimulatedCluster, SimulatedDevice, SimulatedWorker, Size};
 pub use faults::{Faults, Loss, RandomLosses};
+pub use idle::IdleMisses;
 pub use plan::{ClusterPlan, PlanSettings, Trial, plan};
 pub use policy::RoutingRule;
 pub use request::SimulatedRequest;

@@ -1,7 +1,10 @@
 //! The smallest cluster that meets service levels.
 
-use crate::{Replay, SimulateError, Size, simulation::lacks_prefill_workers, trace::replay_until};
-use tandem_load::{ReplayProgress, report::Report};
+use crate::{IdleMisses, Replay, SimulateError, Size, simulation::lacks_prefill_workers, trace::replay_until};
+use tandem_load::{
+    ReplayProgress,
+    report::{Report, TriedCluster},
+};
 
 /// The maximum number of splits into prefill and decode workers that are tried for one number of workers.
 const SPLITS: usize = 7;
@@ -15,7 +18,7 @@ pub struct PlanSettings {
     pub workers_max: usize,
 }
 
-/// A cluster that meets the service levels.
+/// A simulated cluster.
 #[derive(Clone, Debug)]
 pub struct Trial {
     /// The numbers of its workers.
@@ -27,12 +30,17 @@ pub struct Trial {
 /// The result of a search.
 #[derive(Clone, Debug, Default)]
 pub struct ClusterPlan {
+    /// The requests that miss the service levels on any cluster.
+    pub idle: IdleMisses,
     /// The smallest cluster of mixed workers; `None` if none is large enough.
     pub mixed: Option<Trial>,
     /// The smallest cluster of prefill workers and decode workers; `None` if none is large enough.
     pub split: Option<Trial>,
-    /// The number of clusters that were simulated.
-    pub trials: usize,
+    /// All clusters that were simulated, in this order. There is none if too many requests miss the service levels on any cluster.
+    pub tried: Vec<TriedCluster>,
+    /// Of the clusters that do not meet the service levels, the best one of mixed workers and the best one of prefill and decode workers, each
+    /// if at least half of the requests meet the levels there.
+    pub nearest: Vec<Trial>,
 }
 
 impl ClusterPlan {
@@ -45,14 +53,15 @@ impl ClusterPlan {
 struct Search<'a> {
     replay: &'a Replay<'a>,
     misses_max: u64,
-    trials: usize,
+    tried: Vec<TriedCluster>,
+    nearest: Vec<Trial>,
     progress: &'a mut dyn FnMut(Size, ReplayProgress),
 }
 
 /// Searches the smallest cluster of mixed workers, and the smallest cluster of prefill and decode workers, that meet the service levels of
 /// `replay` on its trace. A larger cluster is assumed to meet them as well, so the size is found by doubling and then by bisection. For each
 /// size, at most seven splits into prefill and decode workers are tried. The workers of `replay` are ignored. `progress` is called after each
-/// request.
+/// request. Nothing is simulated if too many requests miss the levels even on an idle worker.
 ///
 /// # Errors
 /// The trace cannot be read or simulated.
@@ -62,7 +71,11 @@ pub fn plan(
     progress: &mut dyn FnMut(Size, ReplayProgress),
 ) -> Result<ClusterPlan, SimulateError> {
     let misses_max = (replay.trace.requests as f64 * (1.0 - settings.share) + 1e-9).floor() as u64;
-    let mut search = Search { replay, misses_max, trials: 0, progress };
+    let idle = IdleMisses::of(replay)?;
+    if idle.any > misses_max {
+        return Ok(ClusterPlan { idle, ..ClusterPlan::default() });
+    }
+    let mut search = Search { replay, misses_max, tried: Vec::new(), nearest: Vec::new(), progress };
     let only_mixed = replay.cluster.with_size(Size::Mixed(1));
     let mixed = if lacks_prefill_workers(&only_mixed) {
         None
@@ -77,22 +90,46 @@ pub fn plan(
         }
         Ok(found)
     })?;
-    Ok(ClusterPlan { mixed, split, trials: search.trials })
+    Ok(ClusterPlan { idle, mixed, split, tried: search.tried, nearest: search.nearest })
 }
 
 impl Search<'_> {
     /// Returns the first of these clusters that meets the service levels.
     fn first_good(&mut self, sizes: &[Size]) -> Result<Option<Trial>, SimulateError> {
         for &size in sizes {
-            self.trials += 1;
             let replay = Replay { cluster: self.replay.cluster.with_size(size), ..self.replay.clone() };
-            let report = replay_until(&replay, self.misses_max, &mut |state| (self.progress)(size, state))?;
-            if let Some(report) = report {
-                return Ok(Some(Trial { size, report: Report { name: size.to_string(), ..report } }));
+            // A cluster with which more than half of the requests miss the levels is not simulated to its end.
+            let misses_max = self.misses_max.max(replay.trace.requests / 2);
+            let report = replay_until(&replay, misses_max, &mut |state| (self.progress)(size, state))?;
+            let share = report.as_ref().map(share_of_good);
+            let misses = share.map(|share| ((1.0 - share) * replay.trace.requests as f64).round() as u64);
+            let meets = misses.is_some_and(|misses| misses <= self.misses_max);
+            let is_split = matches!(size, Size::Split { .. });
+            self.tried.push(TriedCluster { name: size.to_string(), workers: size.workers(), is_split, share, meets });
+            let Some(report) = report else { continue };
+            let trial = Trial { size, report: Report { name: size.to_string(), ..report } };
+            if meets {
+                return Ok(Some(trial));
             }
+            self.remember(trial);
         }
         Ok(None)
     }
+
+    /// Keeps the cluster if none of its kind is nearer to the service levels.
+    fn remember(&mut self, trial: Trial) {
+        let kind = |trial: &Trial| matches!(trial.size, Size::Split { .. });
+        match self.nearest.iter_mut().find(|other| kind(other) == kind(&trial)) {
+            Some(other) if share_of_good(&other.report) >= share_of_good(&trial.report) => {}
+            Some(other) => *other = trial,
+            None => self.nearest.push(trial),
+        }
+    }
+}
+
+/// Returns the share of the requests that met the service levels.
+fn share_of_good(report: &Report) -> f64 {
+    report.goodput.as_ref().map_or(1.0, |goodput| goodput.share)
 }
 
 /// Returns the ways in which this number of workers is split, those with nearly this share of prefill workers first.

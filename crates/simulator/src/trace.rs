@@ -129,7 +129,8 @@ pub(crate) fn replay_until(
     Ok(Some(recorder.report(cluster.policy.name(), facts)))
 }
 
-fn check(trace: &Trace, cluster: &SimulatedCluster, speed: f64) -> Result<(), SimulateError> {
+/// Returns the reason why the cluster cannot run the trace, if there is one.
+pub(crate) fn check(trace: &Trace, cluster: &SimulatedCluster, speed: f64) -> Result<(), SimulateError> {
     let capacity_tokens = cluster.device.capacity_tokens;
     if trace.format() != Format::Mooncake {
         Err(SimulateError::NoBlocks)

@@ -7,7 +7,8 @@ use tandem_load::{
 };
 use tandem_router::PrefillPlace;
 use tandem_simulator::{
-    ClusterPlan, PlanSettings, Replay, RoutingRule, SimulateError, SimulatedCluster, SimulatedDevice, Size, plan, replay,
+    ClusterPlan, IdleMisses, PlanSettings, Replay, RoutingRule, SimulateError, SimulatedCluster, SimulatedDevice, Size, plan,
+    replay,
 };
 
 /// A trace and its file.
@@ -140,7 +141,49 @@ fn plan_finds_the_smallest_cluster() {
 
 #[test]
 fn plan_finds_no_cluster_if_the_maximum_size_is_too_small() {
-    let trace = steady(50, 20);
-    let found = search(&trace, Slo { ttft: Some(Duration::from_millis(50)), ..Slo::default() }, 0.5, 4);
-    assert!(found.smallest().is_none() && found.trials > 2, "{found:?}");
+    // Two workers compute less than 36 prompts a second, of 50 that arrive.
+    let trace = steady(200, 20);
+    let slo = Slo { ttft: Some(Duration::from_millis(1_500)), ..Slo::default() };
+    let found = search(&trace, slo, 0.99, 2);
+    assert!(found.smallest().is_none() && found.tried.len() == 3 && !found.tried.iter().any(|tried| tried.meets), "{found:?}");
+    assert_eq!(found.nearest.first().map(|trial| trial.size), Some(Size::Mixed(2)), "one worker serves less than half in time");
+    assert_eq!(found.tried[1].share, Some(meets(&trace, slo, Size::Mixed(2))));
+    assert_eq!((found.tried[0].share, &*found.tried[0].name), (None, "1 mixed"));
+}
+
+/// Returns the requests that no cluster can serve within the levels.
+fn hopeless(text: &str, slo: Slo) -> IdleMisses {
+    let trace = open(text);
+    let found = search(&trace, slo, 1.0, 64);
+    assert!(found.tried.is_empty() && found.smallest().is_none(), "{found:?}");
+    found.idle
+}
+
+#[test]
+fn plan_simulates_nothing_if_no_cluster_of_any_size_is_fast_enough() {
+    let row = |at: u64, ids: &[u64], answer: u64| {
+        let tokens = 512 * ids.len();
+        format!("{{\"timestamp\": {at}, \"input_length\": {tokens}, \"output_length\": {answer}, \"hash_ids\": {ids:?}}}\n")
+    };
+    // The prompts need 61.25, 112.45 and 61.25 ms on an idle worker: the last one has half of its blocks in common with the second one.
+    let text = row(0, &[1, 2], 11) + &row(1_000, &[3, 4, 5, 6], 1) + &row(2_000, &[3, 4, 7, 8], 100);
+    let ms = |ms| Some(Duration::from_micros((ms * 1e3) as u64));
+    let found = hopeless(&text, Slo { ttft: ms(61.25), ..Slo::default() });
+    assert_eq!(found, IdleMisses { requests: 3, any: 1, ttft: 1, itl: 0, e2e: 0 });
+    let found = hopeless(&text, Slo { ttft: ms(70.0), itl: ms(6.0), e2e: ms(600.0) });
+    assert_eq!(found, IdleMisses { requests: 3, any: 3, ttft: 1, itl: 2, e2e: 1 });
+}
+
+#[test]
+fn idle_worker_is_as_fast_as_in_the_simulation() {
+    let trace =
+        open("{\"timestamp\": 0, \"input_length\": 5000, \"output_length\": 40, \"hash_ids\": [1, 2, 3, 4, 5, 6, 7, 8, 9]}\n");
+    let report = run(&simulation(&trace, mixed(1))).expect("the trace can be simulated");
+    let (ttft, e2e) = (report.ttft.expect("it is answered").max_ms, report.e2e.expect("it is answered").max_ms);
+    for (slack, misses) in [(0.001, 0), (-0.001, 1)] {
+        let level = |ms: f64| Some(Duration::from_secs_f64((ms + slack) / 1e3));
+        for slo in [Slo { ttft: level(ttft), ..Slo::default() }, Slo { e2e: level(e2e), ..Slo::default() }] {
+            assert_eq!(search(&trace, slo, 1.0, 1).idle.any, misses, "{slo:?}");
+        }
+    }
 }

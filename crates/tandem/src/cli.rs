@@ -8,7 +8,7 @@ mod rules;
 mod tests;
 
 #[cfg(feature = "load")]
-use crate::bench::{ReplayArgs, SimulateArgs};
+use crate::bench::{RatesArgs, ReplayArgs, SimulateArgs};
 #[cfg(feature = "chat")]
 use crate::chat::ChatArgs;
 #[cfg(feature = "model")]
@@ -160,6 +160,9 @@ pub enum BenchCommand {
     /// Simulate a cluster under the requests of a trace, in virtual time, with the real router's placements and those of other routers'
     /// rules. With --plan, find the smallest cluster that meets service levels
     Simulate(Box<SimulateArgs>),
+
+    /// Measure the rates of a running server's worker, and print them as flags of `tandem bench simulate`. The server should do nothing else
+    Rates(RatesArgs),
 }
 
 /// `tandem audit`

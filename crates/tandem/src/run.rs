@@ -51,6 +51,8 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Bench { command: BenchCommand::Replay(args) } => bench::replay(*args)?,
         #[cfg(feature = "load")]
         Command::Bench { command: BenchCommand::Simulate(args) } => bench::simulate(*args)?,
+        #[cfg(feature = "load")]
+        Command::Bench { command: BenchCommand::Rates(args) } => bench::rates(&args)?,
         #[cfg(feature = "top")]
         Command::Top(args) => {
             if let Some(table) = top::run(args)? {

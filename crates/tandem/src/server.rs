@@ -131,6 +131,16 @@ impl ServerPlace {
         Ok(Self { address, ca: cluster.ca.clone(), is_default: false })
     }
 
+    /// Returns the content of the file of `--ca`, if there is one.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    #[cfg(feature = "load")]
+    pub(crate) fn authority(&self) -> Result<Option<Vec<u8>>> {
+        let read = |path: &PathBuf| fs::read(path).with_context(|| format!("--ca {} cannot be read", path.display()));
+        self.ca.as_ref().map(read).transpose()
+    }
+
     /// Fails with advice if the user has named no server, runs no cluster, and nothing answers at the default address.
     #[cfg(feature = "load")]
     pub(crate) fn check_default(&self) -> Result<()> {

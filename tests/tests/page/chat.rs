@@ -164,7 +164,7 @@ async fn answer_is_stopped_by_key_and_by_button_and_errors_are_shown() -> Result
     let (_cluster, _, _, mut browser) = start().await?;
     browser.value(&scripted(&[json!({ "content": "It begins" })], "false")).await?;
     for (turn, by_button) in [(1, false), (2, true)] {
-        say(&mut browser, "go on").await?;
+        say(&mut browser, "continue").await?;
         browser.until("document.querySelector('#conversation > li:last-child .text')?.textContent === 'It begins'").await?;
         assert_eq!(browser.value("document.getElementById('chat-send').disabled").await?, true);
         if by_button {

@@ -12,8 +12,9 @@ use serde_json::{Value, json};
 use std::path::Path;
 use tandem_tests::{Client, Endpoint, prose};
 
-/// The size of the pictures.
+/// The size of the pictures, and that of the dashboard's.
 const WINDOW: (u32, u32) = (1280, 800);
+const LONG_WINDOW: (u32, u32) = (1280, 1420);
 const QUESTIONS: [&str; 2] =
     ["What is a tandem bicycle? Explain it so that a child understands.", "And which of the two steers?"];
 
@@ -55,6 +56,7 @@ async fn pictures_of_the_documents() -> Result<()> {
     let client = Client::new(server.parse()?);
     let mut browser = Browser::start().await?;
     browser.show(WINDOW, "light").await?;
+    browser.call("Emulation.setScrollbarsHidden", json!({ "hidden": true })).await?;
     browser.open(&format!("http://{server}/chat")).await?;
     browser.until("document.getElementById('chat-model')?.value > ''").await?;
     converse(&mut browser).await?;
@@ -68,6 +70,8 @@ async fn pictures_of_the_documents() -> Result<()> {
     std::fs::write(Path::new(&folder).join("tour-timeline.png"), browser.picture(false).await?)?;
     browser.press("Escape").await?;
     browser.value("document.activeElement.blur()").await?;
-    std::fs::write(Path::new(&folder).join("dashboard.png"), browser.picture(true).await?)?;
+    browser.show(LONG_WINDOW, "light").await?;
+    browser.until("document.getElementById('hit-rate').querySelector('svg') !== null").await?;
+    std::fs::write(Path::new(&folder).join("dashboard.png"), browser.picture(false).await?)?;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Traces that are replayed against a cluster, and against servers that fail.
 
 mod fake;
+mod rates;
 
 use anyhow::{Context, Result};
 use fake::{Behaviour, Fake};

@@ -4,16 +4,18 @@ use super::format::decimal;
 use serde::Serialize;
 
 /// The size of a chart in the units of its coordinates.
-const WIDTH: f64 = 640.0;
-const HEIGHT: f64 = 240.0;
-const LEFT: f64 = 76.0;
+const WIDTH: f64 = 480.0;
+const HEIGHT: f64 = 220.0;
+const LEFT: f64 = 68.0;
 const RIGHT: f64 = 14.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 26.0;
 /// The number of horizontal lines above the bottom.
 const TICKS: u32 = 4;
+/// A line of at most this many points has a dot at each of them.
+const DOTS_MAX: usize = 24;
 /// The number of colours that the page has.
-const COLOURS: usize = 8;
+pub(super) const COLOURS: usize = 8;
 
 /// A chart with positions that can be drawn.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -52,8 +54,8 @@ pub(super) struct Series {
     /// The index of the report that the line belongs to, which selects its colour.
     pub(super) report: usize,
     pub(super) dashed: bool,
-    /// Pairs of x and y in ascending order of x; y is `None` where the line has a break.
-    pub(super) points: Vec<(f64, Option<f64>)>,
+    /// Pairs of x and y in ascending order of x.
+    pub(super) points: Vec<(f64, f64)>,
 }
 
 /// The horizontal axis: its marks, each at a position with a text. The first and the last one are its ends.
@@ -68,7 +70,7 @@ impl Axis {
 
     /// Returns an axis of percentiles, at the positions of [`percentile_at`].
     pub(super) fn percentiles() -> Self {
-        let marks = [(0.0, "0"), (50.0, "p50"), (90.0, "p90"), (99.0, "p99"), (99.9, "p99.9"), (100.0, "max")];
+        let marks = [(0.0, "0"), (50.0, "p50"), (90.0, "p90"), (99.0, "p99"), (100.0, "max")];
         Self(marks.map(|(percent, text)| (percentile_at(percent), text.to_owned())).to_vec())
     }
 }
@@ -80,7 +82,7 @@ pub(super) fn percentile_at(percent: f64) -> f64 {
 
 /// Draws lines over an axis; `None` if no line has a point. `max` is the top of the vertical axis, which otherwise follows from the points.
 pub(super) fn chart(title: &str, axis: &Axis, max: Option<f64>, format: fn(f64) -> String, series: &[Series]) -> Option<Chart> {
-    let values = series.iter().flat_map(|line| line.points.iter().filter_map(|(_, y)| *y));
+    let values = series.iter().flat_map(|line| line.points.iter().map(|(_, y)| *y));
     let greatest = values.fold(None, |greatest: Option<f64>, y| Some(greatest.map_or(y, |other| other.max(y))))?;
     let top = max.unwrap_or_else(|| nice_max(greatest));
     let (from, to) = (axis.0.first()?.0, axis.0.last()?.0);
@@ -102,9 +104,10 @@ pub(super) fn chart(title: &str, axis: &Axis, max: Option<f64>, format: fn(f64) 
         Tick { at: round(at_x(*x)), text: text.clone(), anchor }
     });
     let lines = series.iter().map(|line| {
-        let placed: Vec<Option<(f64, f64)>> =
-            line.points.iter().map(|(x, y)| y.map(|y| (round(at_x(*x)), round(at_y(y))))).collect();
-        let (path, dots) = path(&placed);
+        let placed: Vec<(f64, f64)> = line.points.iter().map(|(x, y)| (round(at_x(*x)), round(at_y(*y)))).collect();
+        let path = placed.iter().enumerate().map(|(index, (x, y))| format!("{}{x} {y}", if index == 0 { 'M' } else { 'L' }));
+        let (path, has_dots) = (path.collect(), placed.len() <= DOTS_MAX && !line.dashed);
+        let dots = if has_dots { placed } else { Vec::new() };
         ChartLine { name: line.name.clone(), colour: line.report % COLOURS, dashed: line.dashed, path, dots }
     });
     Some(Chart {
@@ -117,22 +120,6 @@ pub(super) fn chart(title: &str, axis: &Axis, max: Option<f64>, format: fn(f64) 
         columns: columns.collect(),
         lines: lines.collect(),
     })
-}
-
-/// Returns the path through the points, with breaks, and the points that have no neighbour.
-fn path(points: &[Option<(f64, f64)>]) -> (String, Vec<(f64, f64)>) {
-    let (mut path, mut dots) = (String::new(), Vec::new());
-    for run in points.split(Option::is_none) {
-        let run: Vec<(f64, f64)> = run.iter().copied().flatten().collect();
-        if let [dot] = run[..] {
-            dots.push(dot);
-            continue;
-        }
-        for (index, (x, y)) in run.iter().enumerate() {
-            path += &format!("{}{x} {y}", if index == 0 { 'M' } else { 'L' });
-        }
-    }
-    (path, dots)
 }
 
 /// Returns the smallest of 1, 2, 5, 10, 20, … times a power of ten that is at least `value`.
@@ -153,26 +140,30 @@ fn round(position: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn series(points: Vec<(f64, Option<f64>)>) -> Series {
+    fn series(points: Vec<(f64, f64)>) -> Series {
         Series { name: "a".to_owned(), report: 9, dashed: false, points }
     }
 
     #[test]
-    fn line_spans_the_chart_and_breaks_where_a_value_is_missing() {
-        let points = vec![(0.0, Some(0.0)), (5.0, Some(50.0)), (6.0, None), (10.0, Some(100.0))];
-        let chart = chart("t", &Axis::seconds(10.0), None, decimal, &[series(points)]).expect("there are points");
-        let [line] = &chart.lines[..] else { panic!("one line: {chart:?}") };
-        let middle = LEFT + (WIDTH - LEFT - RIGHT) / 2.0;
+    fn line_spans_the_chart_and_has_dots_if_its_points_are_few() {
+        let points = vec![(0.0, 0.0), (5.0, 50.0), (10.0, 100.0)];
+        let drawn = chart("t", &Axis::seconds(10.0), None, decimal, &[series(points)]).expect("there are points");
+        let [line] = &drawn.lines[..] else { panic!("one line: {drawn:?}") };
+        let (middle, right) = (LEFT + (WIDTH - LEFT - RIGHT) / 2.0, WIDTH - RIGHT);
         let bottom = HEIGHT - BOTTOM;
-        assert_eq!(line.path, format!("M{LEFT} {bottom}L{middle} {}", (TOP + bottom) / 2.0));
-        assert_eq!((&line.dots[..], line.colour), (&[(WIDTH - RIGHT, TOP)][..], 1));
-        assert_eq!(chart.columns.iter().map(|tick| &*tick.text).collect::<Vec<_>>(), ["0 s", "5 s", "10 s"]);
-        assert_eq!(chart.rows.iter().map(|tick| &*tick.text).collect::<Vec<_>>(), ["0.00", "25.0", "50.0", "75.0", "100"]);
+        let centre = (TOP + bottom) / 2.0;
+        assert_eq!(line.path, format!("M{LEFT} {bottom}L{middle} {centre}L{right} {TOP}"));
+        assert_eq!((&line.dots[..], line.colour), (&[(LEFT, bottom), (middle, centre), (right, TOP)][..], 1));
+        assert_eq!(drawn.columns.iter().map(|tick| &*tick.text).collect::<Vec<_>>(), ["0 s", "5 s", "10 s"]);
+        assert_eq!(drawn.rows.iter().map(|tick| &*tick.text).collect::<Vec<_>>(), ["0.00", "25.0", "50.0", "75.0", "100"]);
+        let many = series((0..100).map(|x| (f64::from(x), 1.0)).collect());
+        let drawn = chart("t", &Axis::seconds(100.0), None, decimal, &[many]).expect("there are points");
+        assert!(drawn.lines[0].dots.is_empty() && drawn.lines[0].path.matches('L').count() == 99);
     }
 
     #[test]
     fn chart_without_points_is_not_drawn() {
-        assert_eq!(chart("t", &Axis::seconds(1.0), None, decimal, &[series(vec![(0.0, None)])]), None);
+        assert_eq!(chart("t", &Axis::seconds(1.0), None, decimal, &[series(Vec::new())]), None);
         assert_eq!(chart("t", &Axis::seconds(1.0), None, decimal, &[]), None);
     }
 

@@ -11,7 +11,7 @@
 //! let report = recorder.report("example", Vec::new());
 //! assert_eq!(report.ttft.as_ref().map(|ttft| ttft.mean_ms), Some(20.0));
 //! print!("{}", report::text(&report));
-//! let page = report::html("An example", &[report]);
+//! let page = report::html("An example", None, &[report]);
 //! # assert!(page.contains("An example"));
 //! ```
 
@@ -20,6 +20,7 @@ mod distribution;
 mod format;
 mod outcome;
 mod page;
+mod plan;
 mod recorder;
 #[cfg(test)]
 mod tests;
@@ -29,6 +30,7 @@ mod timeline;
 pub use distribution::TimeSummary;
 pub use outcome::{CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer, RequestOutcome};
 pub use page::html;
+pub use plan::{PlanSummary, TriedCluster};
 pub use recorder::{Recorder, Roles, Slo};
 pub use text::{comparison, text};
 pub use timeline::{Bin, Timeline};
@@ -212,11 +214,13 @@ impl WorkerShare {
     }
 }
 
-/// Returns the reports as JSON: `{"reports": [{"name": …}, …]}`, with a newline at the end.
-pub fn json(reports: &[Report]) -> String {
+/// Returns the reports as JSON: `{"reports": [{"name": …}, …]}`, with a newline at the end. `plan` is the search that the reports are from.
+pub fn json(plan: Option<&PlanSummary>, reports: &[Report]) -> String {
     #[derive(Serialize)]
     struct Document<'a> {
+        #[serde(skip_serializing_if = "Option::is_none")]
+        plan: Option<&'a PlanSummary>,
         reports: &'a [Report],
     }
-    serde_json::to_string_pretty(&Document { reports }).expect("a report has only texts, numbers and lists") + "\n"
+    serde_json::to_string_pretty(&Document { plan, reports }).expect("a report has only texts, numbers and lists") + "\n"
 }

@@ -1,9 +1,10 @@
 //! Reports as one HTML page that needs no other file: figures, and plots as SVG. It looks like the page at `/dashboard`.
 
 use super::{
-    ErrorCount, Fact, Report, TimeSummary, WorkerShare,
-    chart::{Axis, Chart, Series, chart, percentile_at},
+    ErrorCount, Fact, PlanSummary, Report, TimeSummary, WorkerShare,
+    chart::{Axis, COLOURS, Chart, Series, chart, percentile_at},
     format::{decimal, percent, whole},
+    plan,
     text::{requests, sentences},
     timeline::Bin,
 };
@@ -14,17 +15,31 @@ const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 /// A table with more workers than this would be too long to read; JSON has all of them.
 const WORKERS_MAX: usize = 256;
+/// If a run has more workers than this, their loads are lines instead of bars with names.
+const BARS_MAX: usize = 24;
 /// The maximum number of points of a line over time. With more, bursts of requests would hide the trend.
-const SPANS: usize = 60;
+const SPANS_MAX: usize = 60;
+/// The minimum number of these points. Otherwise each of them covers ten requests or more.
+const SPANS_MIN: usize = 6;
 
 #[derive(Serialize)]
 struct Page<'a> {
     title: &'a str,
     style: &'static str,
+    plan: Option<PlanPart<'a>>,
     reports: Vec<ReportPart<'a>>,
     times: Vec<Vec<String>>,
     sections: Vec<Section>,
     workers: Vec<Vec<String>>,
+}
+
+/// The head of a page about a search.
+#[derive(Serialize)]
+struct PlanPart<'a> {
+    result: &'a str,
+    rows: Vec<Vec<String>>,
+    chart: Option<Chart>,
+    commands: &'a [String],
 }
 
 /// One report's part of the page.
@@ -51,19 +66,36 @@ struct PageTile {
 struct Section {
     title: &'static str,
     charts: Vec<Chart>,
+    bars: Vec<BarChart>,
     note: &'static str,
 }
 
-/// Returns a page about one run, or a comparison of several.
-pub fn html(title: &str, reports: &[Report]) -> String {
+/// A chart with a bar for each worker.
+#[derive(Serialize)]
+struct BarChart {
+    title: String,
+    colour: usize,
+    /// The name of each worker, its value, and the length of its bar as a percentage of the longest one.
+    bars: Vec<(String, String, f64)>,
+}
+
+/// Returns a page about one run, or a comparison of several; or about a search, with the reports of the clusters that it found.
+pub fn html(title: &str, plan: Option<&PlanSummary>, reports: &[Report]) -> String {
+    let has_bars = reports.iter().all(|report| report.workers.len() <= BARS_MAX);
     let sections = [
-        Section { title: "Percentiles", charts: percentiles(reports), note: "" },
+        Section { title: "Percentiles", charts: percentiles(reports), bars: Vec::new(), note: "" },
         Section {
             title: "Course of the run",
             charts: course(reports),
-            note: "Each point covers one of at most 60 equal spans of the run. Times to first token and hit rates are at the time at which their requests were due.",
+            bars: Vec::new(),
+            note: "Each point covers one of 6 to 60 equal spans of the run. Times to first token and hit rates are at the time at which their requests were due; spans without a request have no point.",
         },
-        Section { title: "Balance", charts: balance(reports), note: "Workers are in descending order of their load." },
+        Section {
+            title: "Balance",
+            charts: if has_bars { Vec::new() } else { balance(reports) },
+            bars: if has_bars { bars(reports) } else { Vec::new() },
+            note: "Workers are in descending order of their load.",
+        },
     ];
     let workers = match reports {
         [report] if report.workers.len() <= WORKERS_MAX => report.workers.iter().map(worker_row).collect(),
@@ -72,9 +104,10 @@ pub fn html(title: &str, reports: &[Report]) -> String {
     let page = Page {
         title,
         style: STYLE,
+        plan: plan.map(plan_part),
         reports: reports.iter().enumerate().map(|(index, report)| part(index, report)).collect(),
         times: reports.iter().flat_map(|report| times(report, (reports.len() > 1).then_some(&*report.name))).collect(),
-        sections: sections.into_iter().filter(|section| !section.charts.is_empty()).collect(),
+        sections: sections.into_iter().filter(|section| !section.charts.is_empty() || !section.bars.is_empty()).collect(),
         workers,
     };
     let mut templates = Environment::new();
@@ -82,10 +115,14 @@ pub fn html(title: &str, reports: &[Report]) -> String {
     templates.render_str(TEMPLATE, Serde(page)).expect("the template is a constant that fits its data") + "\n"
 }
 
+fn plan_part(plan: &PlanSummary) -> PlanPart<'_> {
+    PlanPart { result: &plan.result, rows: plan::rows(plan), chart: plan::shares(plan), commands: &plan.commands }
+}
+
 fn part(index: usize, report: &Report) -> ReportPart<'_> {
     ReportPart {
         name: &report.name,
-        colour: index % 8,
+        colour: index % COLOURS,
         facts: &report.facts,
         errors: &report.errors,
         requests: requests(report),
@@ -155,7 +192,7 @@ fn percentiles(reports: &[Report]) -> Vec<Chart> {
     let of = |title, summary: fn(&Report) -> &Option<TimeSummary>| {
         let series: Vec<Series> = each(reports, |report| {
             let curve = summary(report).iter().flat_map(|summary| &summary.curve);
-            vec![(false, curve.map(|(percent, ms)| (percentile_at(*percent), Some(*ms))).collect())]
+            vec![(false, curve.map(|(percent, ms)| (percentile_at(*percent), *ms)).collect())]
         });
         chart(title, &Axis::percentiles(), None, decimal, &series)
     };
@@ -168,14 +205,15 @@ fn percentiles(reports: &[Report]) -> Vec<Chart> {
 }
 
 fn course(reports: &[Report]) -> Vec<Chart> {
-    let coarse = |report: &Report| Report { timeline: report.timeline.coarser(SPANS), ..report.clone() };
+    let spans = |report: &Report| (report.requests.sent / 10).clamp(SPANS_MIN as u64, SPANS_MAX as u64) as usize;
+    let coarse = |report: &Report| Report { timeline: report.timeline.coarser(spans(report)), ..report.clone() };
     let reports: &[Report] = &reports.iter().map(coarse).collect::<Vec<_>>();
     let ends = reports.iter().map(|report| report.timeline.bin.as_secs_f64() * report.timeline.bins.len() as f64);
     let axis = Axis::seconds(ends.fold(0.0, f64::max));
-    let line = |report: &Report, value: &dyn Fn(&Bin, f64) -> Option<f64>| -> Vec<(f64, Option<f64>)> {
+    let line = |report: &Report, value: &dyn Fn(&Bin, f64) -> Option<f64>| -> Vec<(f64, f64)> {
         let seconds = report.timeline.bin.as_secs_f64();
         let bins = report.timeline.bins.iter().enumerate();
-        bins.map(|(index, bin)| ((index as f64 + 0.5) * seconds, value(bin, seconds))).collect()
+        bins.filter_map(|(index, bin)| Some(((index as f64 + 0.5) * seconds, value(bin, seconds)?))).collect()
     };
     let ratio = |part: f64, whole: u64| (whole > 0).then(|| part / whole as f64);
     let rates = each(reports, |report| {
@@ -189,7 +227,7 @@ fn course(reports: &[Report]) -> Vec<Chart> {
         let points = line(report, &|_, _| Some(0.0));
         let points = points.into_iter().zip(&report.timeline.bins).map(|((at, _), bin)| {
             open += bin.due as f64 - bin.answered as f64 - bin.failed as f64;
-            (at, Some(open))
+            (at, open)
         });
         vec![(false, points.collect())]
     });
@@ -214,27 +252,47 @@ fn course(reports: &[Report]) -> Vec<Chart> {
     charts.into_iter().flatten().collect()
 }
 
+/// The loads that the page compares between workers: a title, the workers that have this load, and the load.
+type WorkerLoad = (&'static str, fn(&WorkerShare) -> bool, fn(&WorkerShare) -> u64);
+
+const LOADS: [WorkerLoad; 2] = [
+    ("Computed prompt tokens by worker", |worker| worker.prefills, WorkerShare::computed_tokens),
+    ("Generated tokens by worker", |worker| worker.decodes, |worker| worker.output_tokens),
+];
+
+/// Returns each load as a chart with a line for each report, the busiest workers first.
 fn balance(reports: &[Report]) -> Vec<Chart> {
-    let of = |title, takes: fn(&WorkerShare) -> bool, load: fn(&WorkerShare) -> u64| {
+    let of = |(title, takes, load): WorkerLoad| {
         let mut most = 0;
         let series = each(reports, |report| {
             let mut loads: Vec<u64> = report.workers.iter().filter(|worker| takes(worker)).map(load).collect();
             loads.sort_unstable_by(|one, other| other.cmp(one));
             most = most.max(loads.len());
-            vec![(false, loads.iter().enumerate().map(|(index, load)| (index as f64 + 1.0, Some(*load as f64))).collect())]
+            vec![(false, loads.iter().enumerate().map(|(index, load)| (index as f64 + 1.0, *load as f64)).collect())]
         });
         let axis = Axis(vec![(1.0, "busiest".to_owned()), (most as f64, format!("{} workers", whole(most as u64)))]);
         chart(title, &axis, None, decimal, &series)
     };
-    let charts = [
-        of("Computed prompt tokens by worker", |worker| worker.prefills, WorkerShare::computed_tokens),
-        of("Generated tokens by worker", |worker| worker.decodes, |worker| worker.output_tokens),
-    ];
-    charts.into_iter().flatten().collect()
+    LOADS.into_iter().filter_map(of).collect()
+}
+
+/// Returns each load of each report as bars, the busiest workers first.
+fn bars(reports: &[Report]) -> Vec<BarChart> {
+    let of = |(title, takes, load): WorkerLoad, at: usize, report: &Report| {
+        let mut loads: Vec<(&str, u64)> =
+            report.workers.iter().filter(|worker| takes(worker)).map(|worker| (&*worker.name, load(worker))).collect();
+        loads.sort_by_key(|(_, load)| std::cmp::Reverse(*load));
+        let most = loads.first().map(|(_, load)| *load).filter(|most| *most > 0)?;
+        let title = if reports.len() > 1 { format!("{title}: {}", report.name) } else { title.to_owned() };
+        let bar = |(name, load): (&str, u64)| (name.to_owned(), whole(load), (load as f64 / most as f64 * 1000.0).round() / 10.0);
+        Some(BarChart { title, colour: at % COLOURS, bars: loads.into_iter().map(bar).collect() })
+    };
+    let numbered = || reports.iter().enumerate();
+    LOADS.into_iter().flat_map(|measure| numbered().filter_map(move |(at, report)| of(measure, at, report))).collect()
 }
 
 /// Returns the chart lines of all reports. `lines` returns those of one report, each as whether it is dashed and its points.
-fn each(reports: &[Report], mut lines: impl FnMut(&Report) -> Vec<(bool, Vec<(f64, Option<f64>)>)>) -> Vec<Series> {
+fn each(reports: &[Report], mut lines: impl FnMut(&Report) -> Vec<(bool, Vec<(f64, f64)>)>) -> Vec<Series> {
     let numbered = reports.iter().enumerate();
     let all = numbered.flat_map(|(index, report)| {
         let of_report = lines(report).into_iter();

@@ -138,14 +138,37 @@ fn comparison_has_a_row_for_each_report() {
     let reports = [report(), Recorder::default().report("empty", Vec::new())];
     let table = comparison(&reports);
     let lines: Vec<&str> = table.lines().collect();
-    assert_eq!(lines.len(), 3, "{table}");
-    assert!(lines[1].starts_with("run <1>") && lines[1].contains("55.0%") && lines[1].contains("33.3%"), "{table}");
-    assert!(lines[2].starts_with("empty"), "{table}");
+    assert_eq!(lines.len(), 4, "{table}");
+    assert!(lines[2].starts_with("run <1>") && lines[2].contains("55.0%") && lines[2].contains("33.3%"), "{table}");
+    assert!(lines[3].starts_with("empty"), "{table}");
+    let heads = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(heads(lines[1])[..4], ["per", "s", "failed", "mean"]);
+    // Without failures and service levels, their columns are absent.
+    let answered_only = {
+        let mut recorder = Recorder::new(Slo::default());
+        recorder.add(&answered(0, 0, CachedCount::Counted(1), "w"));
+        comparison(&[recorder.report("a", Vec::new())])
+    };
+    assert!(!answered_only.contains("failed") && !answered_only.contains("put"), "{answered_only}");
+}
+
+#[test]
+fn comparison_of_plans_fits_into_a_terminal() {
+    let mut report = report();
+    report.name = "128 prefill, 128 decode".to_owned();
+    (report.requests.failed, report.requests.answered_per_second) = (0, 1_234.0);
+    for summary in [&mut report.ttft, &mut report.e2e].into_iter().flatten() {
+        (summary.mean_ms, summary.p50_ms, summary.p99_ms) = (12_345.0, 12_345.0, 123_456.0);
+    }
+    report.itl.iter_mut().for_each(|itl| (itl.mean_ms, itl.p99_ms) = (34.5, 123.0));
+    let table = comparison(&[report]);
+    let widest = table.lines().map(|line| line.chars().count()).max();
+    assert!(widest <= Some(120), "{widest:?}\n{table}");
 }
 
 #[test]
 fn json_has_all_figures() {
-    let parsed: Value = serde_json::from_str(&json(&[report()])).expect("it is JSON");
+    let parsed: Value = serde_json::from_str(&json(None, &[report()])).expect("it is JSON");
     let report = &parsed["reports"][0];
     for (pointer, expected) in [
         ("/requests/sent", Value::from(7)),
@@ -175,7 +198,7 @@ fn texts(page: &str) -> Vec<String> {
 
 #[test]
 fn page_is_well_formed_and_has_the_figures() {
-    let page = html("Replay of <a & b>", &[report()]);
+    let page = html("Replay of <a & b>", None, &[report()]);
     let texts = texts(&page);
     for expected in [
         "Replay of <a & b>",
@@ -192,16 +215,57 @@ fn page_is_well_formed_and_has_the_figures() {
     ] {
         assert!(texts.iter().any(|text| text == expected), "{expected:?} is not in {texts:?}");
     }
-    assert!(page.matches("<svg").count() == 10, "{} plots", page.matches("<svg").count());
+    assert!(page.matches("<svg").count() == 8, "{} plots", page.matches("<svg").count());
+    assert_eq!(page.matches("class=\"bar ").count(), 4, "three workers compute prompts, and one generates");
 }
 
 #[test]
 fn page_has_a_line_for_each_report_and_no_plot_without_outcomes() {
     let empty = Recorder::default().report("empty", Vec::new());
-    let page = html("both", &[report(), empty.clone()]);
+    let page = html("both", None, &[report(), empty.clone()]);
     assert!(texts(&page).iter().any(|text| text == "TTFT, run <1>"));
     assert!(page.contains("class=\"line c1"), "the second report has a line");
-    let page = html("empty", &[empty]);
+    let page = html("empty", None, &[empty]);
     texts(&page);
     assert!(!page.contains("<svg"), "there is nothing to plot");
+}
+
+#[test]
+fn page_of_a_search_says_what_was_found_and_draws_what_was_tried() {
+    let tried = |name: &str, workers, share: Option<f64>| TriedCluster {
+        name: name.to_owned(),
+        workers,
+        is_split: name.contains("prefill"),
+        share,
+        meets: share >= Some(0.99),
+    };
+    let plan = PlanSummary {
+        result: "Smallest cluster: <2> mixed".to_owned(),
+        required_share: 0.99,
+        tried: vec![tried("2 mixed", 2, Some(1.0)), tried("1 mixed", 1, None), tried("1 prefill, 1 decode", 2, Some(0.875))],
+        commands: vec!["tandem up".to_owned()],
+    };
+    let page = html("plan", Some(&plan), &[report()]);
+    let texts = texts(&page);
+    for expected in ["Smallest cluster: <2> mixed", "tandem up\n", "87.5%", "below 50%", "1 prefill, 1 decode", "2 workers"] {
+        assert!(texts.iter().any(|text| text == expected), "{expected:?} is not in {texts:?}");
+    }
+    let at = |name: &str| texts.iter().position(|text| text == name);
+    assert!(at("1 mixed") < at("2 mixed"), "the table begins with the smallest cluster");
+    let parsed: Value = serde_json::from_str(&json(Some(&plan), &[])).expect("it is JSON");
+    assert_eq!((&parsed["plan"]["tried"][1]["share"], &parsed["reports"]), (&Value::Null, &Value::Array(Vec::new())));
+}
+
+#[test]
+fn course_has_a_span_for_every_ten_requests_and_at_least_six() {
+    for (requests, spans) in [(12, 6), (100, 10), (2_000, 60)] {
+        let mut recorder = Recorder::default();
+        // A request every second: the timeline has more bins than spans.
+        (0..requests).for_each(|at| recorder.add(&answered(at * 1_000, 0, CachedCount::Counted(1), "w")));
+        let page = html("t", None, &[recorder.report("r", Vec::new())]);
+        let figure = page.split("Requests in flight</figcaption>").nth(1).and_then(|rest| rest.split("</figure>").next());
+        let path = figure.and_then(|figure| figure.split(" d=\"").nth(1)?.split('"').next()).expect("the figure has a line");
+        let points = path.matches(['M', 'L']).count();
+        assert!(points <= spans && 2 * points > spans, "{requests} requests: {points} points");
+    }
 }

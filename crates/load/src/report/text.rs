@@ -36,53 +36,50 @@ pub fn text(report: &Report) -> String {
     out
 }
 
-/// Returns a table with a row for each report, to compare runs, with a newline at the end.
+/// A column of a comparison: the two lines of its head, and the value of a report, which is empty if it is not known.
+type ComparedColumn = (&'static str, &'static str, fn(&Report) -> String);
+
+const COLUMNS: [ComparedColumn; 13] = [
+    ("reqs", "per s", |report| decimal(report.requests.answered_per_second)),
+    ("", "failed", |report| match report.requests.failed {
+        0 => String::new(),
+        failed => whole(failed),
+    }),
+    ("TTFT ms", "mean", |report| of(&report.ttft, |ttft| ttft.mean_ms)),
+    ("", "p50", |report| of(&report.ttft, |ttft| ttft.p50_ms)),
+    ("", "p99", |report| of(&report.ttft, |ttft| ttft.p99_ms)),
+    ("ITL ms", "mean", |report| of(&report.itl, |itl| itl.mean_ms)),
+    ("", "p99", |report| of(&report.itl, |itl| itl.p99_ms)),
+    ("E2E ms", "mean", |report| of(&report.e2e, |e2e| e2e.mean_ms)),
+    ("", "p99", |report| of(&report.e2e, |e2e| e2e.p99_ms)),
+    ("hit", "rate", |report| report.tokens.hit_rate().map(percent).unwrap_or_default()),
+    ("tokens", "per s", |report| decimal(report.tokens.output_per_second)),
+    ("good-", "put", |report| report.goodput.as_ref().map(|goodput| percent(goodput.share)).unwrap_or_default()),
+    ("busiest", "/ mean", busiest),
+];
+
+fn of(summary: &Option<TimeSummary>, value: fn(&TimeSummary) -> f64) -> String {
+    summary.as_ref().map(|summary| decimal(value(summary))).unwrap_or_default()
+}
+
+/// Returns the balance of computed prompt tokens and of generated tokens, which are in one column.
+fn busiest(report: &Report) -> String {
+    let Some(balance) = &report.balance else { return String::new() };
+    let ratios = [balance.computed_max_to_mean, balance.output_max_to_mean];
+    ratios.map(|ratio| ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{ratio:.2}"))).join(" ")
+}
+
+/// Returns a table with a row for each report, to compare runs, with a newline at the end. It has only columns in which a report has a value.
 pub fn comparison(reports: &[Report]) -> String {
-    let heads = [
-        "",
-        "answers/s",
-        "failed",
-        "TTFT mean",
-        "p50",
-        "p90",
-        "p99",
-        "ITL mean",
-        "p99",
-        "E2E mean",
-        "p99",
-        "hit rate",
-        "output/s",
-        "goodput",
-        "computed max/mean",
-        "output max/mean",
-    ];
-    let ms = |summary: &Option<TimeSummary>, of: fn(&TimeSummary) -> f64| {
-        summary.as_ref().map(|summary| decimal(of(summary))).unwrap_or_default()
-    };
-    let mut rows = vec![heads.map(str::to_owned).to_vec()];
-    rows.extend(reports.iter().map(|report| {
-        let ratio = |of: fn(&super::Balance) -> Option<f64>| {
-            report.balance.as_ref().and_then(of).map(|ratio| format!("{ratio:.2}")).unwrap_or_default()
-        };
-        vec![
-            report.name.clone(),
-            decimal(report.requests.answered_per_second),
-            whole(report.requests.failed),
-            ms(&report.ttft, |summary| summary.mean_ms),
-            ms(&report.ttft, |summary| summary.p50_ms),
-            ms(&report.ttft, |summary| summary.p90_ms),
-            ms(&report.ttft, |summary| summary.p99_ms),
-            ms(&report.itl, |summary| summary.mean_ms),
-            ms(&report.itl, |summary| summary.p99_ms),
-            ms(&report.e2e, |summary| summary.mean_ms),
-            ms(&report.e2e, |summary| summary.p99_ms),
-            report.tokens.hit_rate().map(percent).unwrap_or_default(),
-            decimal(report.tokens.output_per_second),
-            report.goodput.as_ref().map(|goodput| percent(goodput.share)).unwrap_or_default(),
-            ratio(|balance| balance.computed_max_to_mean),
-            ratio(|balance| balance.output_max_to_mean),
-        ]
-    }));
+    let names = [String::new(), String::new()].into_iter().chain(reports.iter().map(|report| report.name.clone()));
+    let mut rows: Vec<Vec<String>> = names.map(|name| vec![name]).collect();
+    for (group, head, value) in COLUMNS {
+        let values: Vec<String> = reports.iter().map(value).collect();
+        if values.iter().any(|value| !value.is_empty()) {
+            let cells = [group.to_owned(), head.to_owned()].into_iter().chain(values);
+            rows.iter_mut().zip(cells).for_each(|(row, cell)| row.push(cell));
+        }
+    }
     table(rows, 1)
 }
 

@@ -1,17 +1,20 @@
 //! `tandem bench`: measures a running server, or a simulated cluster, under recorded load.
 
 mod faults;
+mod plan;
 mod progress;
+mod rates;
 mod replay;
 mod simulate;
 
+pub use rates::{RatesArgs, run as rates};
 pub use replay::{ReplayArgs, run as replay};
 pub use simulate::{SimulateArgs, run as simulate};
 
 use anyhow::{Context, Result};
 use clap::Args;
 use std::{path::PathBuf, time::Duration};
-use tandem_load::report::{self, Report, Slo};
+use tandem_load::report::{self, PlanSummary, Report, Slo};
 
 /// Where a report goes besides stdout.
 #[derive(Args, Clone, Debug, Default)]
@@ -40,13 +43,13 @@ impl ReportArgs {
         Ok(())
     }
 
-    /// Writes the reports to the files.
+    /// Writes the reports to the files, and the search that they are from.
     ///
     /// # Errors
     /// A file cannot be written.
-    pub fn write(&self, title: &str, reports: &[Report]) -> Result<()> {
-        let json = self.json.as_ref().map(|path| (path, report::json(reports)));
-        let html = self.html.as_ref().map(|path| (path, report::html(title, reports)));
+    pub fn write(&self, title: &str, plan: Option<&PlanSummary>, reports: &[Report]) -> Result<()> {
+        let json = self.json.as_ref().map(|path| (path, report::json(plan, reports)));
+        let html = self.html.as_ref().map(|path| (path, report::html(title, plan, reports)));
         for (path, text) in json.into_iter().chain(html) {
             std::fs::write(path, text).with_context(|| format!("{} cannot be written", path.display()))?;
         }

@@ -16,9 +16,17 @@ impl Bar {
         let template = "{prefix}[{wide_bar}] {pos}/{len} requests {elapsed}{msg}";
         let style = ProgressStyle::with_template(template).expect("the template is a constant");
         let bar = ProgressBar::new(requests).with_finish(ProgressFinish::AndClear).with_style(style);
-        bar.set_prefix(if prefix.is_empty() { String::new() } else { format!("{prefix} ") });
         bar.enable_steady_tick(Duration::from_millis(200));
-        Self(bar)
+        let bar = Self(bar);
+        bar.restart(prefix);
+        bar
+    }
+
+    /// Begins again at 0, with another prefix. A second bar would be drawn below this one.
+    pub(super) fn restart(&self, prefix: &str) {
+        self.0.reset();
+        self.0.set_message("");
+        self.0.set_prefix(if prefix.is_empty() { String::new() } else { format!("{prefix} ") });
     }
 
     pub(super) fn show(&self, progress: ReplayProgress) {

@@ -155,8 +155,6 @@ impl ReplayArgs {
     /// Returns the settings of a replay against the server at this place.
     fn settings(&self, place: &ServerPlace) -> Result<Settings> {
         let Self { source, server, pace, requests, slo, .. } = self;
-        let ca =
-            place.ca.as_ref().map(|path| std::fs::read(path).with_context(|| format!("--ca {} cannot be read", path.display())));
         let mut headers: HeaderMap = server.headers.iter().cloned().collect();
         if let Some(name) = &server.key_env {
             let key = std::env::var(name).with_context(|| format!("--key-env: the variable {name} is not set"))?;
@@ -177,7 +175,7 @@ impl ReplayArgs {
         };
         Ok(Settings {
             url: place.address.url().to_owned(),
-            ca: ca.transpose()?,
+            ca: place.authority()?,
             model: server.model.clone(),
             headers,
             pace: sent,
@@ -214,7 +212,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     let report = report?;
     serve::print(&format!("{}\n", report::text(&report).trim_end()))?;
     let answered = report.requests.answered;
-    args.report.write(&report.name.clone(), &[report])?;
+    args.report.write(&report.name.clone(), None, &[report])?;
     ensure!(answered > 0, "no request was answered; the report names the failures");
     Ok(())
 }
@@ -247,6 +245,6 @@ fn object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("write a JSON object: {error}"))
 }
 
-fn seconds(text: &str) -> Result<Duration, &'static str> {
+pub(super) fn seconds(text: &str) -> Result<Duration, &'static str> {
     Duration::try_from_secs_f64(positive(text)?).map_err(|_| "write a smaller number")
 }

@@ -1,17 +1,19 @@
 //! `tandem bench simulate`: simulates a cluster under the requests of a trace, or finds the smallest one that meets service levels.
 
-use super::{ReportArgs, SloArgs, faults::FaultArgs, positive, progress::Bar};
+use super::{ReportArgs, SloArgs, faults::FaultArgs, plan::PlanArgs, positive, progress::Bar};
 use crate::{serve, settings::SimArgs, text_table::text_table};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use std::{path::PathBuf, time::Duration};
 use tandem_load::{
-    ReplayProgress,
     report::{self, Fact, Report},
     trace::{Format, Trace, TraceSettings},
 };
 use tandem_router::PrefillPlace;
-use tandem_simulator::{ClusterPlan, Faults, PlanSettings, Replay, RoutingRule, SimulatedCluster, SimulatedDevice, Size};
+use tandem_simulator::{Faults, Replay, RoutingRule, SimulatedCluster, SimulatedDevice, Size};
+
+/// The default of `--prefill-chunk-budget`, in tokens.
+pub(super) const CHUNK_BUDGET: u32 = 2_048;
 
 /// The arguments of `tandem bench simulate`.
 #[derive(Args, Debug)]
@@ -85,25 +87,11 @@ struct DeviceArgs {
     #[arg(long, value_name = "TOKENS", default_value_t = 524_288, value_parser = clap::value_parser!(u32).range(1..))]
     kv_capacity_tokens: u32,
     /// Prompt tokens computed in one step
-    #[arg(long, value_name = "TOKENS", default_value_t = 2_048, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    #[arg(long, value_name = "TOKENS", default_value_t = CHUNK_BUDGET, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     prefill_chunk_budget: u32,
     /// Sequences in one step
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     batch_max: u32,
-}
-
-#[derive(Args, Debug)]
-#[command(next_help_heading = "Plan")]
-struct PlanArgs {
-    /// Find the smallest cluster of mixed workers, and of prefill and decode workers, that meets the service levels
-    #[arg(long)]
-    plan: bool,
-    /// Percentage of the requests that must meet all service levels
-    #[arg(long, value_name = "PERCENT", default_value_t = 99.0, value_parser = percent, requires = "plan")]
-    slo_percent: f64,
-    /// Number of workers of the largest cluster that is tried
-    #[arg(long, value_name = "NUMBER", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536), requires = "plan")]
-    max_workers: u32,
 }
 
 impl SimulateArgs {
@@ -146,7 +134,7 @@ impl SimulateArgs {
 pub fn run(args: SimulateArgs) -> Result<()> {
     let cluster = args.cluster()?;
     let slo = args.slo.levels();
-    if args.plan.plan {
+    if args.plan.is_set() {
         ensure!(slo.is_set(), "--plan needs service levels: set --slo-ttft, --slo-itl or --slo-e2e");
         ensure!(
             cluster.policy == RoutingRule::Tandem && args.cluster.policy.len() == 1,
@@ -159,13 +147,12 @@ pub fn run(args: SimulateArgs) -> Result<()> {
     let trace = Trace::open(&args.trace, settings)?;
     let title = format!("simulation of {}", trace.path().file_name().unwrap_or_default().to_string_lossy());
     let replay = Replay { trace: &trace, cluster, speed: args.requests.speed.unwrap_or(1.0), slo };
-    let reports = if args.plan.plan {
-        plan(&replay, &args.plan)?
-    } else {
-        let without = args.faults.is_set().then(|| undisturbed(&replay));
-        compare(without.iter().chain([&replay]), &args.cluster.policy, &title)?
-    };
-    args.report.write(&title, &reports)
+    if args.plan.is_set() {
+        return args.plan.run(&replay, &title, &args.report);
+    }
+    let without = args.faults.is_set().then(|| undisturbed(&replay));
+    let reports = compare(without.iter().chain([&replay]), &args.cluster.policy, &title)?;
+    args.report.write(&title, None, &reports)
 }
 
 /// Returns the simulation without faults.
@@ -216,33 +203,4 @@ fn compare<'a>(
 fn counts(report: &Report) -> String {
     let counts = report.facts.iter().filter(|fact| tandem_simulator::FAULT_FACTS.contains(&&*fact.name));
     counts.map(|fact| format!("{} {}", fact.value, fact.name)).collect::<Vec<_>>().join(", ")
-}
-
-/// Finds the smallest clusters and prints them.
-fn plan(replay: &Replay<'_>, args: &PlanArgs) -> Result<Vec<Report>> {
-    let settings = PlanSettings { share: args.slo_percent / 100.0, workers_max: args.max_workers as usize };
-    let mut shown: Option<(Size, Bar)> = None;
-    let found = tandem_simulator::plan(replay, &settings, &mut |size: Size, state: ReplayProgress| {
-        if shown.as_ref().is_none_or(|(of, _)| *of != size) {
-            shown = Some((size, Bar::new(state.requests, &size.to_string())));
-        }
-        shown.iter().for_each(|(_, bar)| bar.show(state));
-    })?;
-    drop(shown);
-    let smallest = found.smallest().with_context(|| {
-        format!("no cluster of up to {} workers meets the service levels; raise --max-workers or the levels", args.max_workers)
-    })?;
-    let smallest = smallest.size;
-    let ClusterPlan { mixed, split, trials } = found;
-    let reports: Vec<Report> = mixed.into_iter().chain(split).map(|trial| trial.report).collect();
-    serve::print(&format!(
-        "smallest cluster: {smallest}\n{}% of the requests meet the service levels on each of these; {trials} clusters were simulated\n\n{}",
-        args.slo_percent,
-        report::comparison(&reports)
-    ))?;
-    Ok(reports)
-}
-
-fn percent(text: &str) -> Result<f64, &'static str> {
-    text.parse().ok().filter(|&number: &f64| number > 0.0 && number <= 100.0).ok_or("write a number above 0, up to 100")
 }

@@ -137,10 +137,43 @@ fn simulate_compares_policies_in_one_table() {
 }
 
 #[test]
-fn plan_names_the_smallest_cluster() {
-    let (_folder, trace) = pairs();
-    let (out, errors) = text(&simulate(&[&trace, "--plan", "--slo-ttft", "500", "--max-workers", "8"]));
-    assert!(out.starts_with("smallest cluster: 1 mixed\n"), "{out}{errors}");
+fn plan_names_the_smallest_cluster_in_text_and_page() {
+    let (folder, trace) = pairs();
+    let html = folder.path().join("plan.html");
+    let html = html.to_str().expect("the path is UTF-8");
+    let (out, errors) = text(&simulate(&[&trace, "--plan", "--slo-ttft", "500", "--max-workers", "8", "--html", html]));
+    let result = "Smallest cluster: 1 mixed (1 worker) for 99% within TTFT 500 ms";
+    assert!(out.starts_with(&format!("{result}\n")), "{out}{errors}");
+    assert!(out.lines().all(|line| line.chars().count() <= 120), "{out}");
+    let page = std::fs::read_to_string(html).expect("the file was written");
+    assert!(page.contains(result) && page.contains("Clusters tried") && page.contains("tandem router"), "{page}");
+}
+
+#[test]
+fn plan_says_why_no_cluster_is_large_enough_and_writes_the_report() {
+    // A prompt every 10 ms, each of which needs 55 ms.
+    let rows: String = (0..200).map(|number| row(number * 10, &format!("{}, {}", 2 * number, 2 * number + 1), 1_024)).collect();
+    let (folder, trace) = trace(&rows);
+    let html = folder.path().join("plan.html");
+    let html = html.to_str().expect("the path is UTF-8");
+    for (args, expected, shown) in [
+        (
+            ["--slo-ttft", "700", "--max-workers", "4"],
+            "no cluster of up to 4 workers meets the service levels for 99% of the requests: the nearest one, 4 mixed, meets them for ",
+            "4 mixed",
+        ),
+        (
+            ["--slo-ttft", "50", "--max-workers", "4"],
+            "on an idle worker, 100.0% of the prompts need longer than 50 ms until their first token, so at most 0.0% can meet them; raise --slo-ttft,",
+            "no cluster of any size",
+        ),
+    ] {
+        let output = simulate(&[&[&*trace, "--plan", "--html", html][..], &args].concat());
+        let (out, errors) = text(&output);
+        assert!(!output.status.success() && errors.contains(expected), "{args:?}: {out}{errors}");
+        let page = std::fs::read_to_string(html).expect("the file was written");
+        assert!(page.contains(shown), "{page}");
+    }
 }
 
 #[test]
@@ -182,7 +215,7 @@ fn simulate_refuses_wrong_flags_with_advice() {
         (&[&*trace, "--plan", "--slo-ttft", "9", "--slo-percent", "101"], "write a number above 0, up to 100"),
         (&[&*trace, "--plan", "--slo-ttft", "9", "--workers", "3"], "cannot be used with"),
         (&[&*trace, "--plan", "--slo-ttft", "9", "--policy", "dynamo"], "--plan needs --policy tandem"),
-        (&[&*trace, "--plan", "--slo-ttft", "1", "--max-workers", "2"], "raise --max-workers or the levels"),
+        (&[&*trace, "--plan", "--slo-ttft", "1", "--max-workers", "2"], "no cluster of any size meets the service levels"),
         (&[&*trace, "--json", "/no/such/folder/r.json"], "/no/such/folder/r.json cannot be written"),
     ] {
         let output = simulate(args);

@@ -1,0 +1,99 @@
+//! `tandem bench rates`: measures the rates of a running server, as flags for `tandem bench simulate`.
+
+use super::{replay::seconds, simulate::CHUNK_BUDGET};
+use crate::{
+    serve::{self, Signals},
+    server::{KEY_VARIABLE, ServerArgs},
+    text_table::text_table,
+};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use std::time::Duration;
+use tandem_load::{AUTHORIZATION, HeaderMap, HeaderValue, MeasuredRates, RateSettings};
+
+/// The arguments of `tandem bench rates`.
+#[derive(Args, Debug)]
+pub struct RatesArgs {
+    #[command(flatten)]
+    server: ServerArgs,
+    /// Id of the model [default: the first one that the server's /v1/models lists]
+    #[arg(long, value_name = "ID")]
+    model: Option<String>,
+    /// Name of the environment variable that has the API key, for a server that needs one
+    #[arg(long, value_name = "NAME", default_value = KEY_VARIABLE)]
+    key_env: String,
+    /// Prompt tokens that the workers compute in one step
+    #[arg(long, value_name = "TOKENS", default_value_t = CHUNK_BUDGET, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    prefill_chunk_budget: u32,
+    /// Tokens of the longest prompt. Prompts are doubled until one takes four seconds
+    #[arg(long, value_name = "TOKENS", default_value_t = 8_192, value_parser = clap::value_parser!(u32).range(128..=1_048_576))]
+    prompt_tokens_max: u32,
+    /// Largest number of answers at the same time
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(2..=4_096))]
+    batch_max: u32,
+    /// Time limit for all measurements
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = seconds)]
+    timeout: Duration,
+}
+
+/// Measures the server, and prints the measurements and the flags. A signal ends the run.
+///
+/// # Errors
+/// The server cannot be measured.
+pub fn run(args: &RatesArgs) -> Result<()> {
+    let mut headers = HeaderMap::new();
+    if let Some(key) = std::env::var(&args.key_env).ok().filter(|key| !key.is_empty()) {
+        let value =
+            HeaderValue::try_from(format!("Bearer {key}")).with_context(|| format!("{} is not a valid key", args.key_env))?;
+        headers.insert(AUTHORIZATION, value);
+    }
+    let place = args.server.place("tandem bench rates")?;
+    place.check_default()?;
+    let settings = RateSettings {
+        url: place.address.url().to_owned(),
+        ca: place.authority()?,
+        model: args.model.clone(),
+        headers,
+        prompt_tokens_max: args.prompt_tokens_max.into(),
+        chunk_tokens: args.prefill_chunk_budget.into(),
+        batch_max: args.batch_max as usize,
+        timeout: args.timeout,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
+    let measured = runtime.block_on(async {
+        let mut signals = Signals::new().context("the process cannot receive signals")?;
+        tokio::select! {
+            measured = tandem_load::rates(&settings) => Ok(measured?),
+            () = signals.next() => bail!("stopped"),
+        }
+    });
+    runtime.shutdown_background();
+    serve::print(&text(&measured?, args.prefill_chunk_budget))
+}
+
+/// Returns the measurements as two tables, and the flags on the last line.
+fn text(rates: &MeasuredRates, chunk_budget: u32) -> String {
+    let number = |value: f64| format!("{value:.2}");
+    let mut prompts = vec![["computed tokens", "TTFT ms"].map(str::to_owned).to_vec()];
+    prompts.extend(rates.prompts.iter().map(|(tokens, ms)| vec![tokens.to_string(), number(*ms)]));
+    let mut batches = vec![["answers at once", "ITL ms"].map(str::to_owned).to_vec()];
+    batches.extend(rates.batches.iter().map(|(batch, ms)| vec![batch.to_string(), number(*ms)]));
+    let divided = match rates.decode_workers {
+        1 => String::new(),
+        workers => {
+            format!("\nThe answers were divided among {workers} workers. Measure a server with one worker for exact rates.\n")
+        }
+    };
+    let flags = [
+        ("sim-prefill-tokens-per-second", rates.prefill_tokens_per_second),
+        ("sim-prefill-overhead-ms", rates.prefill_step_ms),
+        ("sim-decode-step-ms", rates.decode_step_ms),
+        ("sim-decode-per-sequence-ms", rates.decode_sequence_ms),
+    ];
+    let flags: String = flags.iter().map(|(flag, value)| format!("--{flag} {value:.3} ")).collect();
+    format!(
+        "{}\n{}{divided}\nFor tandem bench simulate:\n{flags}--prefill-chunk-budget {chunk_budget}\n",
+        text_table(prompts, 0),
+        text_table(batches, 0)
+    )
+}
