@@ -63,18 +63,18 @@ def get(port, path):
 
 
 def prompt(number):
-    """A prompt of about 20 to 28 blocks. Every third one has the beginning of the one before it."""
+    """A prompt of 40 to 60 blocks. Every third one begins as the one before it."""
     words = []
-    for part, length in (((number - 1 if number % 3 == 2 else number), 200), (1_000 + number, 100 + number)):
+    for part, length in (((number - 1 if number % 3 == 2 else number), 100), (1_000 + number, 60 + number)):
         digits = hashlib.sha256(str(part).encode()).hexdigest() * 8
-        words += [f"{digits[at:at + 3]}" for at in range(length)]
+        words += [digits[at:at + 3] for at in range(length)]
     return " ".join(words)
 
 
 def request(number, salt):
     """Request `number`: streamed or not, greedy or with a seed, as chat or as a completion. With another salt, nothing is cached, and the
     answer is the same."""
-    body = {"model": "sim", "max_tokens": 24 + number % 17, "ignore_eos": True, "cache_salt": salt}
+    body = {"model": "sim", "max_tokens": 24 + number % 80, "ignore_eos": True, "cache_salt": salt}
     body |= {"temperature": 0} if number % 2 else {"seed": number}
     if number % 4 < 2:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -84,7 +84,7 @@ def request(number, salt):
 
 
 class Cut(Exception):
-    """An answer that began and did not end."""
+    """An answer that began and did not end: its id, and its end."""
 
 
 def answer(port, path, body):
@@ -94,24 +94,28 @@ def answer(port, path, body):
         headers = {"content-type": "application/json", "x-tandem-details": "true"}
         connection.request("POST", path, json.dumps(body), headers)
         reply = connection.getresponse()
+        identity = reply.getheader("x-request-id")
         try:
             text = reply.read().decode()
         except (OSError, http.client.HTTPException) as error:
-            raise Cut(repr(error)) from error
-        identity = reply.getheader("x-request-id")
+            raise Cut(identity, repr(error)) from error
         if reply.status != 200:
             return identity, reply.status, text, None
-        return identity, 200, *complete(text, body.get("stream"))
+        answered = complete(text, body.get("stream"))
+        if answered is None:
+            raise Cut(identity, text[-300:])
+        return identity, 200, *answered
     finally:
         connection.close()
 
 
 def complete(text, streamed):
+    """Returns the answer's text with its finish reason and counts, and its usage; `None` if it is not complete."""
     frames = [text]
     if streamed:
         frames = [frame for frame in text.split("\n\n") if frame and not frame.startswith(":")]
         if not frames or frames.pop() != "data: [DONE]":
-            raise Cut(text[-300:])
+            return None
         frames = [frame.removeprefix("data: ") for frame in frames]
     frames = [json.loads(frame) for frame in frames]
     pieces, finish = [], None
@@ -121,7 +125,7 @@ def complete(text, streamed):
         finish = choice.get("finish_reason") or finish
     usage = next((frame["usage"] for frame in reversed(frames) if frame.get("usage")), None)
     if usage is None or finish is None:
-        raise Cut(text[-300:])
+        return None
     details = next((frame["tandem"] for frame in reversed(frames) if frame.get("tandem")), {})
     source = details.get("cached_tokens_source", "unknown")
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -177,7 +181,8 @@ class Load:
                 text = repr(error)
                 self.count("closed", fault=f"request {number}: {error!r}")
             except Cut as error:
-                return self.count("cut", {}, f"request {number}: {error}")
+                identity, end = error.args
+                return self.count("cut", {"request_id": identity}, f"request {number}: {end}")
             except OSError as error:
                 return self.count("lost", {}, f"request {number}: {error!r}")
             line = {key: value for key, value in (("request_id", identity), ("usage", usage)) if value}
@@ -198,8 +203,8 @@ class Load:
 
 
 class Cluster:
-    """Two processes of each role, with ledgers, a cluster key and fixed ports. `services`: they find each other in etcd, and workers publish
-    their KV events over NATS; otherwise they have lists of addresses."""
+    """Two processes of each role, with ledgers, a cluster key and fixed ports. `services`: they find each other in etcd, and workers
+    publish their KV events over NATS; otherwise they have lists of addresses."""
 
     def __init__(self, binaries, folder, services):
         self.binaries, self.folder, self.running, self.helpers = binaries, Path(folder), {}, []
@@ -236,7 +241,9 @@ class Cluster:
             own += [] if role == FRONTEND else ["--nats", f"127.0.0.1:{self.nats}"]
         addresses = {role: ",".join(f"127.0.0.1:{self.ports[name]}" for name in ROLES[role]) for role in ROLES}
         if role in (PREFILL, DECODE):
-            return own + ["--engine", "sim", "--worker-id", name, "--ledger", str(self.folder / f"{name}.ledger")]
+            # Generation takes longer than prefill, so that most requests are being answered when a process is replaced.
+            own += ["--engine", "sim", "--sim-decode-step-ms", "25"]
+            return own + ["--worker-id", name, "--ledger", str(self.folder / f"{name}.ledger")]
         if role == ROUTER:
             lists = ["--workers", addresses[PREFILL] + "," + addresses[DECODE], "--peers", addresses[ROUTER]]
             return own + ["--prefill", "remote"] + ([] if self.etcd else lists)
@@ -253,8 +260,10 @@ class Cluster:
         self.wait_until_connected()
 
     def metric(self, name, series):
+        """The sum of the series; `None` while the process starts."""
         status, text = get(self.admin[name], "/metrics")
-        assert status == 200, f"{name}: {status} {text}"
+        if status != 200:
+            return None
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(series))
 
     def wait_until_connected(self):

@@ -226,6 +226,30 @@ mod tests {
         serde_json::Deserializer::from_slice(&text).into_iter().map(|line| line.expect("a line is JSON")).collect()
     }
 
+    /// Programs of operators read the lines of all versions: fields may be added here, but none may change (docs/versions.md).
+    #[test]
+    fn fields_of_the_audit_log_keep_their_names_and_types() {
+        let line = Line {
+            at: "2026-11-28T10:00:00.000Z".to_owned(),
+            request_id: "r".to_owned(),
+            client_request_id: Some("c".to_owned()),
+            key: Some("k".to_owned()),
+            account: Some("a".to_owned()),
+            method: "POST".to_owned(),
+            path: "/v1/completions".to_owned(),
+            model: Some("m".to_owned()),
+            status: 200,
+            prompt_tokens: Some(20),
+            cached_tokens: Some(16),
+            completion_tokens: Some(5),
+            duration_ms: 1.5,
+            address: Some(IpAddr::from([10, 0, 0, 1])),
+            count: 1,
+        };
+        let expected = r#"{"at":"2026-11-28T10:00:00.000Z","request_id":"r","client_request_id":"c","key":"k","account":"a","method":"POST","path":"/v1/completions","model":"m","status":200,"prompt_tokens":20,"cached_tokens":16,"completion_tokens":5,"duration_ms":1.5,"address":"10.0.0.1","count":1}"#;
+        assert_eq!(serde_json::to_string(&line).expect("a line can be serialized"), expected);
+    }
+
     fn call(log: &CallLog, peer: u32, status: StatusCode) {
         let peer = Some(ClientNetwork::from(IpAddr::from(peer.to_be_bytes())));
         let head = CallHead { request_id: "r", client_request_id: None, method: "GET", path: "/v1/models", peer };
