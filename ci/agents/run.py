@@ -17,6 +17,8 @@ from formats import FORMATS
 START_SECONDS = 60
 CONTENT = 'first line\n\t"quoted" \'single\' back\\slash \\n é 😀 </tool_call> {"a": 1}\n\nlast line\n'
 SESSION_REQUESTS = 40
+# The most characters at the end of a prompt that only open the answer.
+TAIL_MAX = 200
 # The number of characters of a result that are printed.
 LINE_MAX = 160
 # The least cached share of what a session's prompts make possible.
@@ -114,6 +116,16 @@ class Scenarios:
         self.expect(agent.turn("Write the notes."), "It is written.", script)
         return agent
 
+    def deferred_tool(self):
+        """Claude Code adds a tool to its list after the model has searched for it. The prompt's head must not change."""
+        agent = self.agent("deferred")
+        script = self.script(Answer(call=("ToolSearch", {"query": "select:CronList"})), Answer(call=("CronList", {})), Answer("No jobs."))
+        self.expect(agent.turn("List the jobs."), "No jobs.", script)
+        first, second, third = script.prompts
+        same = len(os.path.commonprefix([first, second]))
+        check(same > len(first) - TAIL_MAX, f"after the search, only {same} of {len(first)} characters of the prompt are the same")
+        check("CronList" in second[same:] and "scheduled" in third[len(second) - TAIL_MAX :], "the tool was not described, or not run")
+
     def cut_call(self):
         """The limit on tokens ends an answer within a call, whose beginning is a command of its own."""
         agent = self.agent("cut")
@@ -184,7 +196,8 @@ class Scenarios:
         check(not script.answers and not script.surplus, f"{len(script.answers)} answers are left, {script.surplus} more were needed")
 
 
-NAMES = ["hello", "tool_loop", "second_turn", "cut_call", "interrupted_call", "session"]
+BOTH = ["hello", "tool_loop", "second_turn", "cut_call", "interrupted_call", "session"]
+NAMES = {Claude: [*BOTH, "deferred_tool"], Codex: BOTH}
 # These run with a short context. Only Codex must be told its length.
 LONG = {Claude: ["over_long"], Codex: ["over_long", "unknown_context"]}
 
@@ -195,7 +208,7 @@ def run(binary, packages, folder, wanted):
     passed = []
     shutil.rmtree(folder, ignore_errors=True)
     for format in FORMATS:
-        for context, named in ((1 << 17, dict.fromkeys(programs, NAMES)), (3 << 14, LONG)):
+        for context, named in ((1 << 17, NAMES), (3 << 14, LONG)):
             titles = [(kind, name, f"{kind.name} {format.template} {name}") for kind, names in named.items() for name in names]
             titles = [title for title in titles if wanted in title[2]]
             place = folder / format.template

@@ -10,9 +10,8 @@ use crate::{
 };
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// The only parameter of the function as which the model sees a custom tool.
-pub const INPUT: &str = "input";
+use tandem_grammar::Kind;
+pub use tandem_text::chat::INPUT;
 
 /// A tool as the client knows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -73,12 +72,18 @@ impl Converted {
         };
         match kind.as_str() {
             "namespace" if namespace.is_none() => {
-                let name = name(&tool, at)?;
+                let (name, before) = (name(&tool, at)?, self.functions.len());
                 let Some(Value::Array(tools)) = tool.remove("tools") else {
                     return Err(RequestError::invalid(format!("{at}.tools"), Problem::Missing));
                 };
                 for (index, tool) in tools.into_iter().enumerate() {
                     self.add(tool, Some(&name), &format!("{at}.tools[{index}]"))?;
+                }
+                let described = tool.get("description").and_then(Value::as_str).zip(self.functions.get_mut(before));
+                if let Some((text, first)) = described {
+                    let function = &mut first.value["function"];
+                    let own = function["description"].as_str().map(|own| format!("\n\n{own}")).unwrap_or_default();
+                    function["description"] = format!("Tools of {name}: {text}{own}").into();
                 }
             }
             "custom" => {
@@ -91,6 +96,7 @@ impl Converted {
                 });
                 let Value::Object(function) = function else { return Ok(()) };
                 self.push(function, namespace, true, at)?;
+                self.functions.iter_mut().last().into_iter().for_each(|last| last.input = input(&tool));
             }
             "function" => {
                 // Some clients send a function in the form of `/v1/chat/completions`.
@@ -120,7 +126,8 @@ impl Converted {
             function.insert("name".to_owned(), visible.as_str().into());
             self.origins.insert(visible, Origin { namespace: namespace.map(str::to_owned), name, is_custom });
         }
-        self.functions.push(Definition { at: at.to_owned(), value: json!({ "type": "function", "function": function }) });
+        let value = json!({ "type": "function", "function": function });
+        self.functions.push(Definition { at: at.to_owned(), value, ..Definition::default() });
         Ok(())
     }
 }
@@ -140,6 +147,52 @@ fn custom_description(tool: &Map<String, Value>) -> String {
         description.push_str(&format!("\n\nThe text `{INPUT}` must match this {syntax} grammar:\n{definition}"));
     }
     description
+}
+
+/// Returns the texts that the input of a custom tool may have; `None` if it has no grammar.
+fn input(tool: &Map<String, Value>) -> Option<Kind> {
+    let format = tool.get("format")?;
+    let definition = format["definition"].as_str()?.to_owned();
+    match format["syntax"].as_str()? {
+        "lark" => Some(Kind::Grammar(definition)),
+        "regex" => Some(Kind::Regex(definition)),
+        _ => None,
+    }
+}
+
+/// The tools that the model sees only after a tool's result refers to them (`defer_loading`), by name.
+#[derive(Debug, Default)]
+pub(crate) struct DeferredTools {
+    descriptions: BTreeMap<String, String>,
+    referenced: BTreeSet<String>,
+}
+
+impl DeferredTools {
+    pub(crate) fn of(definitions: &[Definition]) -> Self {
+        let function = |definition: &Definition| {
+            let function = &definition.value["function"];
+            Some((function["name"].as_str()?.to_owned(), function.to_string()))
+        };
+        let descriptions = definitions.iter().filter(|definition| definition.deferred).filter_map(function).collect();
+        Self { descriptions, referenced: BTreeSet::new() }
+    }
+
+    /// Returns the text of a reference. Only the first one describes the tool: descriptions can be long, and references many.
+    pub(crate) fn reference(&mut self, name: &str) -> String {
+        match self.descriptions.get(name) {
+            Some(description) if self.referenced.insert(name.to_owned()) => format!("<function>{description}</function>"),
+            _ => format!("[tool: {name}]"),
+        }
+    }
+
+    /// Removes the deferred tools to which no result refers. The model does not know them, so it must not be made to call them.
+    pub(crate) fn remove_unknown(&self, definitions: &mut Vec<Definition>) {
+        let is_known = |definition: &Definition| {
+            !definition.deferred
+                || definition.value["function"]["name"].as_str().is_none_or(|name| self.referenced.contains(name))
+        };
+        definitions.retain(is_known);
+    }
 }
 
 #[cfg(test)]
@@ -172,6 +225,13 @@ mod tests {
         assert_eq!(custom["parameters"]["required"], json!(["input"]));
         let description = custom["description"].as_str().expect("it is a string");
         assert!(description.starts_with("d\n") && description.ends_with("lark grammar:\nstart: \"x\""), "{description}");
+        let description = |index: usize| found.functions[index].value["function"]["description"].clone();
+        assert_eq!(
+            (description(2), description(3)),
+            (json!("Tools of mcp: d"), json!("")),
+            "the first tool has the namespace's description"
+        );
+        assert_eq!(found.functions[1].input, Some(Kind::Grammar("start: \"x\"".to_owned())));
         let origin = |namespace: Option<&str>, name: &str, is_custom| Origin {
             namespace: namespace.map(str::to_owned),
             name: name.to_owned(),

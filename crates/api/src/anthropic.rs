@@ -1,6 +1,7 @@
 //! The request of `/v1/messages` (Anthropic's API), which is converted to a chat.
 
 use super::{
+    agents::DeferredTools,
     anthropic_fields::{Block, Blocks, Choice, OutputConfig, Thinking, Turn},
     chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Stop},
@@ -40,7 +41,12 @@ impl MessagesRequest {
     /// # Errors
     /// A parameter is missing, out of range or not supported.
     pub fn check_prompt(mut self, model: &ServedModel) -> Result<Chat, RequestError> {
-        let messages = messages(self.system.take(), self.messages.take())?;
+        let Bounded(tools) = self.tools.take().unwrap_or_default();
+        at_most("tools", tools.len(), TOOLS_MAX, "tools")?;
+        let (mut tools, mut left_out) = chat_tools(tools);
+        let mut deferred = DeferredTools::of(&tools);
+        let messages = messages(self.system.take(), self.messages.take(), &mut deferred)?;
+        deferred.remove_unknown(&mut tools);
         let continued = messages.last().is_some_and(|last| last.role == Role::Assistant);
         if continued && messages.last().is_some_and(|last| !last.tool_calls.is_empty()) {
             let rule = "must not end with tool_use blocks; the user's next message has their tool_result blocks";
@@ -49,9 +55,6 @@ impl MessagesRequest {
         let (kwargs, include_reasoning) = thinking(self.thinking.take())?;
         let OutputConfig { effort, format } = self.output_config.take().unwrap_or_default();
         let (choice, parallel) = self.tool_choice.take().map_or(Ok((None, None)), Choice::check)?;
-        let Bounded(tools) = self.tools.take().unwrap_or_default();
-        at_most("tools", tools.len(), TOOLS_MAX, "tools")?;
-        let (tools, mut left_out) = chat_tools(tools);
         let tools = RawTools { tools, choice, parallel };
         let effort = effort_with_effect(effort, model, NAMES, &mut left_out);
         let mut chat = ChatRequest::from(self.take_common()?);
@@ -113,7 +116,10 @@ fn chat_tools(tools: Vec<Value>) -> (Vec<Definition>, Vec<String>) {
     for (index, tool) in tools.into_iter().enumerate() {
         match tool["type"].as_str() {
             Some(kind) if kind != "custom" => left_out.push(format!("tools.{kind}")),
-            _ => definitions.push(Definition { at: format!("tools[{index}]"), value: chat_tool(tool) }),
+            _ => {
+                let (at, deferred) = (format!("tools[{index}]"), tool["defer_loading"] == true);
+                definitions.push(Definition { at, deferred, value: chat_tool(tool), input: None });
+            }
         }
     }
     left_out.dedup();
@@ -131,7 +137,11 @@ fn chat_tool(tool: Value) -> Value {
 }
 
 /// Converts the system prompt and the messages.
-fn messages(system: Option<Blocks>, turns: Option<Bounded<Turn, MESSAGES_MAX>>) -> Result<Vec<Message>, RequestError> {
+fn messages(
+    system: Option<Blocks>,
+    turns: Option<Bounded<Turn, MESSAGES_MAX>>,
+    deferred: &mut DeferredTools,
+) -> Result<Vec<Message>, RequestError> {
     let Bounded(turns) = turns.ok_or_else(|| RequestError::invalid("messages", Problem::Missing))?;
     if turns.is_empty() {
         return Err(RequestError::invalid("messages", Problem::Empty));
@@ -142,7 +152,7 @@ fn messages(system: Option<Blocks>, turns: Option<Bounded<Turn, MESSAGES_MAX>>) 
         messages.push(Message::new(Role::System, text));
     }
     for (index, turn) in turns.into_iter().enumerate() {
-        turn.add_to(&mut messages, &format!("messages[{index}]"))?;
+        turn.add_to(&mut messages, &format!("messages[{index}]"), deferred)?;
     }
     Ok(messages)
 }
@@ -170,7 +180,7 @@ fn without_billing(text: &str) -> &str {
 }
 
 impl Turn {
-    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), RequestError> {
+    fn add_to(self, messages: &mut Vec<Message>, at: &str, deferred: &mut DeferredTools) -> Result<(), RequestError> {
         let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let role = match self.role.as_deref() {
             None => return Err(missing("role")),
@@ -205,7 +215,7 @@ impl Turn {
                     if message.content.is_some() {
                         messages.push(std::mem::replace(&mut message, Message { content: None, ..Message::new(role, "") }));
                     }
-                    messages.push(block.result(&at)?);
+                    messages.push(block.result(&at, deferred)?);
                 }
                 _ => return Err(block.refused(&at)),
             }
@@ -232,10 +242,10 @@ impl Block {
         Ok(ToolCall { id: Some(id), name, arguments: self.input.ok_or_else(|| missing("input"))? })
     }
 
-    fn result(self, at: &str) -> Result<Message, RequestError> {
+    fn result(self, at: &str, deferred: &mut DeferredTools) -> Result<Message, RequestError> {
         let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let id = self.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
-        let mut text = self.content.result_text(&format!("{at}.content"))?;
+        let mut text = self.content.result_text(&format!("{at}.content"), deferred)?;
         // Chat templates have no field for a failed result.
         if self.is_error == Some(true) {
             text.insert_str(0, "Error: ");

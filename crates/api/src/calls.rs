@@ -15,10 +15,11 @@ use tandem_text::chat::{ToolCallParser, ToolChoice, Tools};
 /// # Errors
 /// The text is constrained, and the model's format of tool calls cannot be part of the constraint.
 pub(crate) fn constrain(options: &mut Options, tools: &Tools, parser: ToolCallParser) -> Result<(), RequestError> {
-    if let Some(schema) = tools.required_schema() {
+    let lenient = !tools.are_strict();
+    let schema = || Some(Kind::JsonSchema { schema: tools.required_schema()?.to_string(), lenient });
+    if let Some(kind) = tools.required_input().cloned().or_else(schema) {
         // An answer with a required call has no other text, so a constraint on that text has no effect.
         options.constraint = None;
-        let kind = Kind::JsonSchema { schema: schema.to_string(), lenient: !tools.are_strict() };
         return options.constrain(Stated { param: "tools".to_owned(), constraint: kind.into() });
     }
     if tools.choice != ToolChoice::Auto {

@@ -1,6 +1,7 @@
 //! The messages of a conversation, as clients of OpenAI's API send them.
 
 use super::{
+    agents::DeferredTools,
     fields::{Bounded, MESSAGES_MAX, Reader, readable},
     schema::{ObjectSchema, OneOf, described},
     unsupported::{self, Setting},
@@ -235,11 +236,11 @@ impl Content {
 
 impl Content {
     /// Returns the text of a tool's result. A part that the model cannot read becomes a text that names it: an error would end the
-    /// conversation, because every later request repeats the result.
+    /// conversation, because every later request repeats the result. A part that refers to a deferred tool describes it.
     ///
     /// # Errors
     /// A part is incomplete.
-    pub(crate) fn result_text(self, at: &str) -> Result<String, RequestError> {
+    pub(crate) fn result_text(self, at: &str, deferred: &mut DeferredTools) -> Result<String, RequestError> {
         let parts = match self {
             Self::None => return Ok(String::new()),
             Self::Text(text) => return Ok(text),
@@ -253,10 +254,10 @@ impl Content {
                 "text" | "input_text" | "output_text" => {
                     part.text.ok_or_else(|| RequestError::invalid(format!("{at}.text"), Problem::Missing))?
                 }
-                "tool_reference" => format!("[tool: {}]", part.tool_name.as_str().unwrap_or_default()),
+                "tool_reference" => deferred.reference(part.tool_name.as_str().unwrap_or_default()),
                 "search_result" => {
                     let content = Self::deserialize(part.content).unwrap_or_default();
-                    titled(content.result_text(&format!("{at}.content"))?)
+                    titled(content.result_text(&format!("{at}.content"), deferred)?)
                 }
                 "document" if part.source["type"] == "text" => {
                     titled(part.source["data"].as_str().unwrap_or_default().to_owned())

@@ -1,7 +1,7 @@
 //! The request of `/v1/responses`, which is converted to a chat.
 
 use super::{
-    agents::{Converted, INPUT, Origin, visible},
+    agents::{Converted, DeferredTools, INPUT, Origin, visible},
     chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Whole},
     messages::Content,
@@ -80,6 +80,10 @@ impl ResponsesRequest {
         chat.reasoning_effort = effort;
         let chat = chat.check_with(messages, tools, NAMES, model)?;
         chat.options.check_one_text()?;
+        let tools = &chat.conversation.tools;
+        if tools.required_input().is_none() && tools.list.iter().any(|tool| tool.input.is_some()) {
+            left_out.push("tools.custom.format".to_owned());
+        }
         Ok(Responses { chat: Chat { left_out, ..chat }, repeated, origins })
     }
 
@@ -325,7 +329,8 @@ impl Item {
                     return Err(missing("output"));
                 }
                 let typed = |source| RequestError::Type { param: param("output"), source };
-                let text = Content::deserialize(self.output).map_err(typed)?.result_text(&param("output"))?;
+                let content = Content::deserialize(self.output).map_err(typed)?;
+                let text = content.result_text(&param("output"), &mut DeferredTools::default())?;
                 messages.push(Message { tool_call_id: Some(id), ..Message::new(Role::Tool, text) });
             }
             Some("item_reference") => {

@@ -13,6 +13,7 @@ use serde::{
 };
 use serde_json::{Value, json};
 use std::{borrow::Cow, collections::HashSet};
+use tandem_grammar::Kind;
 use tandem_text::chat::{Tool, ToolChoice, Tools};
 
 /// The maximum number of tools of a request. OpenAI's API allows 128.
@@ -26,18 +27,23 @@ pub(crate) struct RawTools {
 }
 
 /// The definition of a tool, as in `/v1/chat/completions`.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Definition {
     /// The field of the request that has it, for errors.
     pub(crate) at: String,
     pub(crate) value: Value,
+    /// Whether only a tool's result describes it.
+    pub(crate) deferred: bool,
+    /// The grammar of a free text that is its input.
+    pub(crate) input: Option<Kind>,
 }
 
 /// Returns the tools of a chat.
 pub(crate) fn definitions(tools: Option<Bounded<Value, TOOLS_MAX>>) -> Result<Vec<Definition>, RequestError> {
     let Bounded(given) = tools.unwrap_or_default();
     at_most("tools", given.len(), TOOLS_MAX, "tools")?;
-    Ok(given.into_iter().enumerate().map(|(index, value)| Definition { at: format!("tools[{index}]"), value }).collect())
+    let definition = |(index, value)| Definition { at: format!("tools[{index}]"), value, ..Definition::default() };
+    Ok(given.into_iter().enumerate().map(definition).collect())
 }
 
 #[derive(Deserialize)]
@@ -148,8 +154,8 @@ impl RawTools {
     pub(crate) fn check(self, names: &ParamNames) -> Result<Tools, RequestError> {
         let mut known = HashSet::new();
         let mut list = Vec::with_capacity(self.tools.len());
-        for Definition { at, value } in self.tools {
-            let tool = tool(value, &at, names)?;
+        for Definition { at, value, deferred, input } in self.tools {
+            let tool = Tool { deferred, input, ..tool(value, &at, names)? };
             if !known.insert(tool.name.clone()) {
                 let rule = "is the name of another tool, too; give each tool a name of its own";
                 return Err(RequestError::invalid(format!("{at}{}.name", names.function), Problem::Rule { rule }));
@@ -187,7 +193,8 @@ fn tool(definition: Value, at: &str, names: &ParamNames) -> Result<Tool, Request
         let rule = "must be an object: the JSON schema of the arguments";
         return Err(RequestError::invalid(format!("{at}{}", names.parameters), Problem::Rule { rule }));
     }
-    Ok(Tool { name, parameters: function.parameters, strict: function.strict.unwrap_or(false), definition })
+    let strict = function.strict.unwrap_or(false);
+    Ok(Tool { name, parameters: function.parameters, strict, deferred: false, input: None, definition })
 }
 
 /// Returns the choice and the names of the tools among which the model may choose, if the client limits them.

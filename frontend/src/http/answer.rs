@@ -193,6 +193,8 @@ impl Run {
                 // The sum over all prompts is not computed for each token of each prompt.
                 if self.context.has_usage_at(&part) {
                     self.context.usage = self.progress.usage();
+                    let is_unknown = self.context.usage.prompt_tokens_details.cached_tokens.is_none();
+                    self.context.cached_estimate = is_unknown.then(|| self.progress.cached_estimate());
                 }
                 return Some(Ok((index, part)));
             }

@@ -125,6 +125,16 @@ impl Progress {
         usage(self.prompts.iter().map(|prompt| &prompt.usage))
     }
 
+    /// Returns the cached tokens as far as they are known, or as the router expects them.
+    pub(super) fn cached_estimate(&self) -> u32 {
+        let tokens = |prompt: &PromptProgress| match (&prompt.usage.cached, &prompt.facts) {
+            (Some(cached), _) => cached.tokens,
+            (None, Some(facts)) => cached(None, &facts.placement, prompt.usage.prompt_tokens).tokens,
+            (None, None) => 0,
+        };
+        self.prompts.iter().map(tokens).fold(0, u32::saturating_add)
+    }
+
     /// Records that the answer is complete, and counts every prompt in the metrics.
     pub(super) fn finish(&mut self) {
         self.status = StatusCode::OK.as_u16();

@@ -9,13 +9,13 @@ use tandem_text::ServedModel;
 const IM_END: u32 = 257;
 const IGNORED: &str = "x-tandem-ignored-parameters";
 
-async fn cluster() -> Cluster {
-    let model = ServedModel::sim("m").with_context_length(1 << 15);
+pub async fn cluster() -> Cluster {
+    let model = ServedModel::sim("m").with_context_length(1 << 17);
     Cluster::with(|settings| settings.models = vec![model]).await
 }
 
 /// Sends the request, answers it with this text in chunks of as many bytes as `step`, and returns the prompt and the reply.
-async fn answered(cluster: &mut Cluster, path: &'static str, body: Value, answer: &str, step: usize) -> (String, Reply) {
+pub async fn answered(cluster: &mut Cluster, path: &'static str, body: Value, answer: &str, step: usize) -> (String, Reply) {
     let reply = cluster.spawn_post(path, body);
     let call = cluster.call().await;
     call.begin(Some(16)).await;
@@ -59,7 +59,10 @@ async fn own_tools_of_a_responses_client_come_back_to_it_as_its_own() {
     }
     assert!(!prompt.contains("web_search") && !prompt.contains("image_generation"), "{prompt}");
     let ignored = reply.header(IGNORED).map(str::to_owned);
-    assert_eq!(ignored.as_deref(), Some("client_metadata, store, text.verbosity, tools.image_generation, tools.web_search"));
+    assert_eq!(
+        ignored.as_deref(),
+        Some("client_metadata, store, text.verbosity, tools.custom.format, tools.image_generation, tools.web_search")
+    );
     assert!(cluster.metric("tandem_frontend_left_out_tools_total 2").await);
     let (status, whole) = reply.json().await;
     assert_eq!(status, StatusCode::OK, "{whole}");

@@ -2,6 +2,7 @@
 #![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime, and real sockets take real time")]
 
 mod agents;
+mod agents_tools;
 mod answers;
 mod bodies;
 mod browsers;

@@ -37,7 +37,7 @@ impl MessageFormat {
             "content": content,
             "stop_reason": self.stop_reason,
             "stop_sequence": self.stop_sequence,
-            "usage": usage(&context.usage),
+            "usage": usage(&context.usage, 0),
         })
     }
 
@@ -114,7 +114,12 @@ impl AnswerFormat for MessageFormat {
     fn write(&mut self, context: &AnswerContext, out: &mut Vec<u8>, _: usize, part: AnswerPart) {
         match part {
             AnswerPart::Started { .. } => {
-                event(context, out, &json!({ "type": "message_start", "message": self.message(context, Vec::new()) }));
+                let mut message = self.message(context, Vec::new());
+                if let Some(estimate) = context.cached_estimate {
+                    message["usage"] = usage(&context.usage, estimate);
+                    message["tandem"] = json!({ "cached_tokens_source": "router_estimate" });
+                }
+                event(context, out, &json!({ "type": "message_start", "message": message }));
             }
             AnswerPart::Delta(delta) => self.delta(context, out, delta),
             AnswerPart::PromptLogprobs { .. } => {}
@@ -125,7 +130,7 @@ impl AnswerFormat for MessageFormat {
         self.close(context, out);
         if context.stream.is_some() {
             let stop = json!({ "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence });
-            let mut delta = json!({ "type": "message_delta", "delta": stop, "usage": usage(&context.usage) });
+            let mut delta = json!({ "type": "message_delta", "delta": stop, "usage": usage(&context.usage, 0) });
             add_details(context, &mut delta);
             event(context, out, &delta);
             event(context, out, &json!({ "type": "message_stop" }));
@@ -188,11 +193,11 @@ fn tool_use(id: &str, name: &str, input: Value) -> Value {
 }
 
 /// Returns Anthropic's object `usage`. The three counts of input tokens add up to the prompt. Nothing is charged for storing tokens in a
-/// cache, so tokens that were not cached are all plain input.
-fn usage(usage: &Usage) -> Value {
-    let cached = usage.prompt_tokens_details.cached_tokens;
+/// cache, so tokens that were not cached are all plain input. `estimate`: the cached tokens while they are not known; clients expect integers.
+fn usage(usage: &Usage, estimate: u32) -> Value {
+    let cached = usage.prompt_tokens_details.cached_tokens.unwrap_or(estimate);
     json!({
-        "input_tokens": usage.prompt_tokens - cached.unwrap_or_default().min(usage.prompt_tokens),
+        "input_tokens": usage.prompt_tokens - cached.min(usage.prompt_tokens),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,

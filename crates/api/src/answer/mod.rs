@@ -40,6 +40,8 @@ pub struct AnswerContext {
     pub id: String,
     /// The usage, up to the last part for which [`has_usage_at`](Self::has_usage_at) is true, or of the whole answer once it has ended.
     pub usage: Usage,
+    /// The router's estimate of the cached tokens, as of the answer's beginning, while the usage does not have them.
+    pub cached_estimate: Option<u32>,
     /// The object `tandem`, once the answer has ended; `None`: the answer does not have it.
     pub details: Option<Value>,
     /// The time at which the answer was complete, in seconds since 1970.
@@ -78,6 +80,7 @@ impl AnswerContext {
             model,
             id: style.answer_id(request_id),
             usage: Usage::default(),
+            cached_estimate: None,
             details: None,
             completed: None,
             created,

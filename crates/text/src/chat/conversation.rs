@@ -60,10 +60,11 @@ impl Conversation {
             messages = hermes::messages(&messages);
         }
         system::place(&mut messages, abilities.system, abilities.alternates);
+        let shown = self.tools.list.iter().filter(|tool| !tool.deferred);
         let tools: Vec<Value> = match abilities.tools {
-            Some(form) => self.tools.list.iter().map(|tool| tool.for_template(&form)).collect(),
+            Some(form) => shown.map(|tool| tool.for_template(&form)).collect(),
             None => {
-                hermes::describe(&mut messages, &self.tools.list, abilities.system);
+                hermes::describe(&mut messages, shown, abilities.system);
                 Vec::new()
             }
         };

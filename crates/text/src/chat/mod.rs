@@ -9,4 +9,4 @@ pub use conversation::{Abilities, Conversation, SystemPlaces, TemplateOptions};
 pub use message::{Message, MessageForm, Role, ToolCall};
 pub use output::{OutputFormat, OutputParser, Piece, Pieces, ReasoningFormat, ToolFormat};
 pub use output::{ReasoningParser, ToolCallParser};
-pub use tool::{Tool, ToolChoice, Tools};
+pub use tool::{INPUT, Tool, ToolChoice, Tools};

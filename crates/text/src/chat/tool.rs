@@ -2,6 +2,10 @@
 
 use super::{MessageForm, ToolCallParser};
 use serde_json::{Value, json};
+use tandem_grammar::Kind;
+
+/// The parameter of a tool whose input is a text.
+pub const INPUT: &str = "input";
 
 /// A tool: a function of the client.
 #[derive(Clone, Debug, PartialEq)]
@@ -12,6 +16,10 @@ pub struct Tool {
     pub parameters: Value,
     /// Whether the client requires arguments that match the schema.
     pub strict: bool,
+    /// Whether only a tool's result describes the tool, not the head of the prompt.
+    pub deferred: bool,
+    /// The texts that its parameter [`INPUT`] may have, if that is its only parameter and has a grammar.
+    pub input: Option<Kind>,
     /// The object that describes the tool, as the client sent it. The template receives it.
     pub definition: Value,
 }
@@ -51,7 +59,8 @@ impl Tool {
         if !parameters.is_null() {
             function["parameters"] = parameters.clone();
         }
-        Self { name, parameters, strict: false, definition: json!({ "type": "function", "function": function }) }
+        let definition = json!({ "type": "function", "function": function });
+        Self { name, parameters, strict: false, deferred: false, input: None, definition }
     }
 
     /// Returns the definition as a template receives it.
@@ -78,6 +87,12 @@ impl Tool {
 impl Tools {
     pub(super) fn is_one_call(&self) -> bool {
         !self.parallel || matches!(self.choice, ToolChoice::Named(_))
+    }
+
+    /// Returns the texts that an answer may have if it is the input of the required tool; `None` if the answer has another form.
+    pub fn required_input(&self) -> Option<&Kind> {
+        let ToolChoice::Named(name) = &self.choice else { return None };
+        self.list.iter().find(|tool| tool.name == *name)?.input.as_ref()
     }
 
     /// Returns the JSON schema of an answer that makes the required calls; `None` if the model may answer with text.

@@ -40,11 +40,11 @@ fn with_calls_as_text(message: &Message) -> Message {
 }
 
 /// Describes the tools, if there are any, in the system message at the head, or in the first user message if the template has no system message.
-pub(super) fn describe(messages: &mut Vec<Message>, tools: &[Tool], places: SystemPlaces) {
-    if tools.is_empty() {
+pub(super) fn describe<'a>(messages: &mut Vec<Message>, tools: impl Iterator<Item = &'a Tool>, places: SystemPlaces) {
+    let list: Vec<String> = tools.map(|tool| Value::to_string(&tool.definition)).collect();
+    if list.is_empty() {
         return;
     }
-    let list: Vec<String> = tools.iter().map(|tool| Value::to_string(&tool.definition)).collect();
     let description = format!(
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within \
          <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with function name and \

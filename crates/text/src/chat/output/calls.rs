@@ -27,6 +27,8 @@ pub(super) struct Calls {
     /// The names of the special tokens in the text. They are tags and never content.
     specials: Vec<String>,
     count: usize,
+    /// Whether the last call ended before its arguments were complete.
+    is_cut: bool,
     /// Whether the answer has content or a call so far.
     begun: bool,
     /// Whether the text follows directly after a call.
@@ -63,7 +65,7 @@ impl Calls {
             ToolChoice::None => return None,
             ToolChoice::Auto if format.parser == ToolCallParser::None => return None,
             ToolChoice::Auto => (format.parser, CallState::Text),
-            // The answer is JSON of the schema that `Tools::required_schema` returns.
+            // The answer is JSON of the schema that `Tools::required_schema` returns, or the input that `Tools::required_input` describes.
             ToolChoice::Required | ToolChoice::Named(_) => (ToolCallParser::Json, CallState::Text),
         };
         let (held, specials, tools) = (String::new(), Vec::new(), Arc::clone(tools));
@@ -78,6 +80,7 @@ impl Calls {
             line_feeds: 0,
             specials,
             count: 0,
+            is_cut: false,
             begun: false,
             follows_call: false,
             has_content: false,
@@ -87,7 +90,7 @@ impl Calls {
 
     /// Returns whether there are calls, and the last one is complete.
     pub(super) fn are_complete(&self) -> bool {
-        self.count > 0 && !matches!(self.state, CallState::Arguments { .. })
+        self.count > 0 && !self.is_cut && !matches!(self.state, CallState::Arguments { .. })
     }
 
     pub(super) fn is_complete(&self) -> bool {
@@ -117,6 +120,8 @@ impl Calls {
         if let CallState::Arguments { reader, .. } = &self.state {
             if reader.is_empty() {
                 pieces.arguments(self.count - 1, "{}");
+            } else {
+                self.is_cut = true;
             }
             self.state = CallState::After { nested: false };
         }
@@ -134,7 +139,10 @@ impl Calls {
         self.advance(pieces);
         match &self.state {
             CallState::Text if !self.opens_with(name) => return,
-            CallState::Arguments { reader, nested } if !reader.has_tag(name) => self.state = CallState::After { nested: *nested },
+            CallState::Arguments { reader, nested } if !reader.has_tag(name) => {
+                self.state = CallState::After { nested: *nested };
+                self.is_cut = true;
+            }
             _ => {}
         }
         if !self.specials.iter().any(|known| known == name) {
@@ -231,6 +239,15 @@ impl Calls {
     }
 
     fn text(&mut self, pieces: &mut Pieces) -> bool {
+        if let (ToolChoice::Named(name), Some(_), false) = (&self.tools.choice, self.tools.required_input(), self.begun) {
+            if self.held.is_empty() {
+                return false;
+            }
+            let name = name.clone();
+            self.call(name, pieces);
+            self.state = CallState::Arguments { reader: ArgumentsReader::Input { begun: false }, nested: false };
+            return true;
+        }
         if !self.begun && self.parser.has_untagged_calls() {
             let begun = self.held.trim_start();
             if begun.is_empty() && !self.is_ended {
@@ -273,7 +290,7 @@ impl Calls {
         let index = self.count;
         pieces.tool_call(index, self.model.new_id(), name);
         self.count += 1;
-        (self.begun, self.follows_call, self.line_feeds) = (true, true, 0);
+        (self.begun, self.follows_call, self.line_feeds, self.is_cut) = (true, true, 0, false);
         index
     }
 

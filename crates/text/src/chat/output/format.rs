@@ -8,8 +8,8 @@ mod types;
 
 pub(super) use object::Start;
 
-use super::json::{JsonReader, ReadProgress};
-use crate::chat::Tools;
+use super::json::{JsonReader, ReadProgress, escape_text};
+use crate::chat::{INPUT, Tools};
 use clap::ValueEnum;
 use object::{Rest, close_object, object};
 use serde::Serialize;
@@ -91,9 +91,16 @@ const CALL_GEMMA_END: &str = "<tool_call|>";
 /// Reads the arguments of a call while they arrive, and writes them as JSON.
 #[derive(Clone, Debug)]
 pub(super) enum ArgumentsReader {
-    Json { reader: JsonReader, ends: &'static [&'static str] },
+    Json {
+        reader: JsonReader,
+        ends: &'static [&'static str],
+    },
     Elements(elements::ElementsReader),
     Gemma(gemma::GemmaReader),
+    /// The whole text is the input of a tool.
+    Input {
+        begun: bool,
+    },
 }
 
 impl ArgumentsReader {
@@ -107,6 +114,17 @@ impl ArgumentsReader {
         match self {
             Self::Elements(reader) => reader.read(text, is_ended, tools, out),
             Self::Gemma(reader) => reader.read(text, is_ended, out),
+            Self::Input { begun } => {
+                if !std::mem::replace(begun, true) {
+                    out.push_str(&format!("{{\"{INPUT}\": \""));
+                }
+                escape_text(text, out);
+                if !is_ended {
+                    return ReadProgress::Later(text.len());
+                }
+                out.push_str("\"}");
+                ReadProgress::Complete(text.len())
+            }
             Self::Json { reader, ends } => {
                 let progress = reader.read(text, ends, out);
                 match progress {
@@ -134,6 +152,7 @@ impl ArgumentsReader {
             Self::Json { reader, ends } => ends.contains(&name) && reader.is_between_strings(),
             Self::Elements(reader) => reader.has_tag(name),
             Self::Gemma(_) => gemma::GemmaReader::has_tag(name),
+            Self::Input { .. } => false,
         }
     }
 

@@ -280,6 +280,48 @@ fn special_tokens_are_tags_but_never_content() {
 }
 
 #[test]
+fn special_token_within_arguments_does_not_complete_a_call() {
+    let complete = |parser, chunks: &[&str]| {
+        let (mut parser, mut pieces) = (OutputParser::new(&format(parser)), Pieces::default());
+        for chunk in chunks {
+            match chunk.strip_prefix('\0') {
+                Some(name) => parser.special(name, &mut pieces),
+                None => parser.push(chunk, &mut pieces),
+            }
+        }
+        parser.finish(&mut pieces);
+        parser.has_complete_calls()
+    };
+    for (parser, begin, end) in [
+        (ToolCallParser::Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": {\"text\": \"a", "\"}}</tool_call>"),
+        (ToolCallParser::Llama3Json, "{\"name\": \"f\", \"parameters\": {\"text\": \"a", "\"}}"),
+        (ToolCallParser::Mistral, "[TOOL_CALLS]f[ARGS]{\"text\": [1, \"a", "\"]}"),
+        (ToolCallParser::Harmony, "<|channel|>commentary to=functions.f<|message|>{\"text\": \"a", "\"}"),
+    ] {
+        let closing = if parser == ToolCallParser::Harmony { "\0<|call|>" } else { "\0<|other|>" };
+        assert!(!complete(parser, &[begin, closing]), "{parser:?}");
+        assert!(complete(parser, &[begin, end, closing]), "{parser:?}");
+        // A tag within a text, as a token, ends the call as well.
+        assert!(!complete(parser, &[begin, "\0</tool_call>"]) || parser == ToolCallParser::Harmony, "{parser:?}");
+    }
+    let two = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+    let cut = "<tool_call>{\"name\": \"f\", \"arguments\": {\"text\": \"";
+    assert!(complete(ToolCallParser::Hermes, &[cut, "\0<|other|>", "\n", two]), "the last call counts");
+}
+
+#[test]
+fn required_input_is_the_whole_answer() {
+    let mut all = tools(ToolChoice::Named("f".to_owned()));
+    all.list[0].input = Some(tandem_grammar::Kind::Regex("(.|\n)*".to_owned()));
+    let tools = ToolFormat { parser: ToolCallParser::Hermes, tools: Arc::new(all) };
+    let format = OutputFormat { reasoning: ReasoningFormat::default(), tools };
+    let text = "{\"q\": \"\u{e9}\"}\n\\<tool_call>";
+    let arguments = json!({ "input": text }).to_string().replace("\":\"{", "\": \"{");
+    check(&format, text, &["call 0 f", &format!("arguments 0 {arguments}")]);
+    check(&format, "", &[]);
+}
+
+#[test]
 fn parsers_are_chosen_by_the_chat_template() {
     for (source, tools, thoughts) in [
         ("<tool_call>\n{\"name\"", ToolCallParser::Hermes, ReasoningParser::None),
