@@ -134,7 +134,7 @@ impl PrefixIndex {
         replacement.complete(worker)
     }
 
-    /// Returns how many blocks the worker has cached.
+    /// Returns how many blocks the worker has cached, without markers ([`SequenceHash::is_marker`]).
     pub fn blocks(&self, worker: WorkerSlot) -> u64 {
         let writer = self.writer.lock();
         writer.row(worker).map_or(0, |row| writer.blocks(row))
@@ -154,7 +154,12 @@ impl PrefixIndex {
             let (piece, later) = rest.split_at(rest.len().min(SLICE_BLOCKS));
             let mut writer = self.writer.lock();
             let Some(row) = row(&writer) else { return };
-            if !self.store_piece(&mut writer, row, parent, piece, skipped) {
+            let before = writer.blocks(row);
+            let is_stored = self.store_piece(&mut writer, row, parent, piece, skipped);
+            if parent.is_none() && piece.len() == 1 && piece[0].is_marker() {
+                writer.count_markers(row, before);
+            }
+            if !is_stored {
                 skipped.orphaned_blocks += rest.len() as u64;
                 return;
             }

@@ -9,10 +9,12 @@
 
 use crate::index::{KeyedState, WorkerSlot};
 use std::{
-    collections::{HashMap, hash_map::Entry as Slot},
+    collections::{HashMap, VecDeque, hash_map::Entry as Slot},
     sync::Arc,
+    time::Duration,
 };
 use tandem_kv::SequenceHash;
+use tokio::time::Instant;
 
 /// The prompts that are being prefilled, by worker.
 pub(crate) struct Predictions {
@@ -106,6 +108,51 @@ impl Predictions {
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         self.runs.is_empty()
+    }
+}
+
+/// The prompts that workers whose reports arrive late have computed in the last seconds.
+pub(crate) struct UnreportedPrompts {
+    prompts: Predictions,
+    /// Each prompt with the time at which it was added, the oldest first.
+    added: VecDeque<(Instant, WorkerSlot, Arc<[SequenceHash]>)>,
+}
+
+/// The time after which a computed prompt must have been reported.
+const REPORT_TIME: Duration = Duration::from_secs(10);
+/// Maximum number of prompts. Beyond it, the oldest are dropped.
+const UNREPORTED_MAX: usize = 4_096;
+
+impl UnreportedPrompts {
+    /// Returns an empty set. `key` only seeds its hash table.
+    pub(crate) fn new(key: u64) -> Self {
+        Self { prompts: Predictions::new(key), added: VecDeque::new() }
+    }
+
+    /// Adds a prompt that the worker has computed.
+    pub(crate) fn add(&mut self, worker: WorkerSlot, prompt: &Arc<[SequenceHash]>, now: Instant) {
+        while let Some((at, worker, prompt)) = self.added.front()
+            && (self.added.len() >= UNREPORTED_MAX || now > *at + REPORT_TIME)
+        {
+            self.prompts.remove(*worker, prompt);
+            self.added.pop_front();
+        }
+        self.prompts.add(worker, prompt);
+        self.added.push_back((now, worker, prompt.clone()));
+    }
+
+    /// Removes all prompts of a worker that leaves.
+    pub(crate) fn forget(&mut self, worker: WorkerSlot) {
+        self.prompts.forget(worker);
+        self.added.retain(|(_, on, _)| *on != worker);
+    }
+
+    /// Returns as [`Predictions::leading_blocks`] how many leading blocks of the prompt are blocks of a prompt in this set.
+    pub(crate) fn leading_blocks(&self, prompt: &[SequenceHash], now: Instant) -> Vec<u32> {
+        match self.added.back() {
+            Some((at, ..)) if now <= *at + REPORT_TIME => self.prompts.leading_blocks(prompt),
+            _ => Vec::new(),
+        }
     }
 }
 

@@ -94,18 +94,27 @@ fn split_part<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
 }
 
 impl SequenceHash {
-    /// A worker that reports this block as cached has a cache that can be reused only up to its reuse points (docs/adr/049-reuse-points.md). It has
-    /// no tokens and begins a prompt.
-    pub const REUSE_POINTS: Self = Self(0x5265_7573_6550_7473);
+    /// A worker that reports this block as cached has a cache that can be reused only up to its reuse points (docs/adr/049-reuse-points.md).
+    pub const REUSE_POINTS: Self = Self::marker(0x7573_6550_7473);
 
     /// A worker that reports this block as cached has layers whose cached state Tandem does not follow, so its other blocks are approximate.
-    pub const UNFOLLOWED_LAYERS: Self = Self(0x556e_666f_6c4c_6179);
+    pub const UNFOLLOWED_LAYERS: Self = Self::marker(0x666f_6c6c_6f77);
 
     /// Returns the block with which a worker reports that its cache can be reused up to the end of this block, if it reports
-    /// [`Self::REUSE_POINTS`]. The block has no tokens and begins a prompt, so that it never splits a chain of blocks.
+    /// [`Self::REUSE_POINTS`].
     #[must_use]
     pub const fn reuse_point(self) -> Self {
-        Self(mix(self.0 ^ Self::REUSE_POINTS.0))
+        Self::marker(mix(self.0 ^ Self::REUSE_POINTS.0) >> 16)
+    }
+
+    /// Whether this is no block with tokens, but one that says something about other blocks. Such a block begins a prompt, and no block follows it. Of
+    /// 65,536 blocks with tokens, one has the same first bits.
+    pub const fn is_marker(self) -> bool {
+        self.0 >> 48 == 0x5265
+    }
+
+    const fn marker(bits: u64) -> Self {
+        Self(0x5265 << 48 | bits)
     }
 
     /// Returns the hash of a block of `tokens` that follows the block with this hash.

@@ -103,8 +103,11 @@ fn table(prompt: &Value) -> String {
         if let Some(reason) = worker["unpaired_reason"].as_str() {
             notes.push(format!("{} is not used: {reason}", worker["worker"].as_str().unwrap_or_default()));
         }
+        let name = worker["worker"].as_str().unwrap_or_default();
+        if let Some(note) = worker["index_note"].as_str() {
+            notes.push(format!("{name}: {note}; the overlap is corrected"));
+        }
         if worker["approximate_index"] == true {
-            let name = worker["worker"].as_str().unwrap_or_default();
             notes.push(format!("{name}'s overlap is assumed from what was routed to it: its engine publishes no KV events"));
         }
         for (key, name) in [("as_prefill", "prefills"), ("as_decode", "receives"), ("alone", "does both")] {

@@ -53,6 +53,7 @@ fn worker(worker: &ExplainedWorker) -> Value {
         "alone": worker.alone.as_ref().map(cost),
         "transfer_family": worker.transfer_family,
         "unpaired_reason": worker.unpaired_reason,
+        "index_note": worker.index_note,
         "approximate_index": worker.approximate_index,
     })
 }

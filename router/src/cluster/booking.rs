@@ -31,13 +31,26 @@ pub(super) struct BookingEntry {
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
-    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request, or once the overlap
-    /// was compared with the reported cached tokens.
-    pub(super) overlap_tokens: Option<u64>,
+    /// What the router predicted when it placed the request; `None` if another router placed the request, or once the prediction was compared
+    /// with the cached tokens that the engine found.
+    pub(super) prediction: Option<Prediction>,
     pub(super) answer: BookedAnswer,
     /// The request's entry, until its first token, in the queue of the worker that prefills it. A request that another router has placed is in no
     /// queue.
     pub(super) waiting: QueueEntry,
+}
+
+/// How many leading blocks of a prompt the router expected on the worker that computes it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Prediction {
+    /// The number of tokens in a block.
+    pub(super) block_size: u32,
+    /// Blocks that the worker had reported as cached.
+    pub(super) reported: u32,
+    /// Blocks that the engine was expected to find.
+    pub(super) overlap: u32,
+    /// Those, and blocks that other prompts were about to compute.
+    pub(super) known: u32,
 }
 
 /// The load that a request adds to the reported loads of its decode worker and its prefill worker.
@@ -98,7 +111,7 @@ impl BookingEntry {
         };
         let waiting = QueueEntry::default();
         let model = "".into();
-        Self { key, decode, prefill, model, prefilling, answering_since: None, hashes, overlap_tokens: None, answer, waiting }
+        Self { key, decode, prefill, model, prefilling, answering_since: None, hashes, prediction: None, answer, waiting }
     }
 }
 

@@ -21,6 +21,7 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
         alone: costs.local.map(cost),
         transfer_family: member.info.transfer_family.clone(),
         unpaired_reason: members.unpaired_reason(member),
+        index_note: member.findings.note(),
         approximate_index: members.has_approximate_index(member),
     });
     let (placement, explanation) = match choice {

@@ -9,6 +9,7 @@ mod candidate;
 
 use super::{
     booking::{BookingEntry, LoadByRole},
+    findings::Findings,
     request::PlacementError,
     texts,
 };
@@ -18,7 +19,7 @@ use crate::{
     demand::DemandSums,
     index::{PrefixIndex, Replacement, WorkerSlot},
     metrics::WorkerSeries,
-    predictions::Predictions,
+    predictions::{Predictions, UnreportedPrompts},
     prefill_queue::{Departure, PrefillQueue},
     rates::{MeasuredLogs, Measurement},
     route::{Candidate, NoEligibleWorker, WorkerRole, paired_families},
@@ -85,6 +86,7 @@ pub(super) struct Member {
     pub(super) queue: PrefillQueue,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
+    pub(super) findings: Findings,
     /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
     pub(super) placements: v1::PlacementTotals,
 }
@@ -92,7 +94,9 @@ pub(super) struct Member {
 /// How much of a prompt a member has cached or is about to compute.
 #[derive(Clone, Copy, Default)]
 pub(super) struct MemberPrefix {
-    /// The number of the prompt's leading blocks that the member has cached.
+    /// The number of the prompt's leading blocks that the member has reported as cached.
+    pub(super) reported_blocks: u32,
+    /// The number of leading blocks that the member's engine is expected to find in its cache.
     pub(super) overlap_blocks: u32,
     /// The number of leading blocks that the member has cached or is about to compute.
     pub(super) computed_blocks: u32,
@@ -104,6 +108,7 @@ pub(crate) struct ClusterMembers {
     by_instance: HashMap<InstanceId, MemberId>,
     pub(super) index: Arc<PrefixIndex>,
     pub(super) predictions: Predictions,
+    unreported: UnreportedPrompts,
     next_id: u64,
     /// The present time of a simulation; `None`: the system's clock is used.
     pub(super) virtual_time: Option<Instant>,
@@ -117,6 +122,7 @@ impl ClusterMembers {
             by_instance: HashMap::new(),
             index: Arc::new(PrefixIndex::new(hash_key)),
             predictions: Predictions::new(hash_key),
+            unreported: UnreportedPrompts::new(hash_key),
             next_id: 0,
             virtual_time: None,
         }
@@ -208,6 +214,7 @@ impl ClusterMembers {
             queue,
             breaker: Breaker::default(),
             series,
+            findings: Findings::default(),
             placements: v1::PlacementTotals::default(),
         };
         self.by_id.insert(id, member);
@@ -227,6 +234,7 @@ impl ClusterMembers {
             self.by_instance.remove(&member.instance_id);
             self.index.remove_worker(member.slot);
             self.predictions.forget(member.slot);
+            self.unreported.forget(member.slot);
         }
     }
 
@@ -386,11 +394,14 @@ impl ClusterMembers {
         breakers_at: Option<Instant>,
         costs: &Costs,
     ) -> Vec<Candidate> {
-        let (overlaps, predicted, now) = (self.index.overlap(hashes), self.predictions.leading_blocks(hashes), self.now());
+        let (reported, predicted, now) = (self.index.overlap(hashes), self.predictions.leading_blocks(hashes), self.now());
+        let unreported = self.unreported.leading_blocks(hashes, now);
         let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            let prefix = MemberPrefix { overlap_blocks: of(&overlaps, member), computed_blocks: of(&predicted, member) };
+            let reported_blocks = of(&reported, member);
+            let overlap_blocks = member.findings.correction().apply(reported_blocks).max(of(&unreported, member));
+            let prefix = MemberPrefix { reported_blocks, overlap_blocks, computed_blocks: of(&predicted, member) };
             Candidate { excluded, ..member.candidate(prefix, now, costs) }
         };
         members.iter().map(candidate).collect()
@@ -419,15 +430,22 @@ impl ClusterMembers {
     /// Ends the booking's prefill: it is no longer part of the load, and the request leaves the worker's queue. Returns false if the prefill had
     /// already ended.
     pub(super) fn on_prefilled(&mut self, booking: &mut BookingEntry, left: Departure) -> bool {
-        let (was_prefilling, now) = (std::mem::take(&mut booking.prefilling), self.now());
+        let (was_prefilling, now, index) = (std::mem::take(&mut booking.prefilling), self.now(), self.index.clone());
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
             member.queue.leave(&booking.waiting, left, now);
             member.bookings.on_prefilled(&booking.key);
             if booking.prefill.is_some() {
                 member.bookings.remove(&booking.key);
             }
-            let slot = member.slot;
+            let (slot, is_late) = (member.slot, member.findings.is_late());
+            if left == Departure::Served && !booking.hashes.is_empty() {
+                member.findings.computed(index.blocks(slot));
+                member.export_findings();
+            }
             self.predictions.remove(slot, &booking.hashes);
+            if left == Departure::Served && is_late {
+                self.unreported.add(slot, &booking.hashes, now);
+            }
         }
         if left == Departure::Served && was_prefilling {
             booking.answer.since = Some(now);
@@ -465,6 +483,12 @@ fn use_of(model: &str, info: &WorkerInfo) -> String {
 }
 
 impl Member {
+    /// Exports what was learned from the latest prompts.
+    pub(super) fn export_findings(&self) {
+        self.series.index_excess.set(self.findings.correction().blocks());
+        self.series.reports_nothing.set(f64::from(u8::from(self.findings.is_silent())));
+    }
+
     /// Returns a reference to the member without a signature. It is signed when a placement is sent.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {

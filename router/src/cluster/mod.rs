@@ -6,6 +6,7 @@
 mod booking;
 mod bookings;
 mod explain;
+mod findings;
 mod members;
 mod peers;
 mod placement;
@@ -34,8 +35,9 @@ use crate::{
     subscription::{ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, BookingId},
 };
-use booking::{BookingEntry, LoadByRole, SAMPLES_MAX};
+use booking::{BookingEntry, LoadByRole, Prediction, SAMPLES_MAX};
 use bookings::Bookings;
+use findings::Finding;
 use members::{ClusterMembers, Member};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
@@ -299,7 +301,12 @@ impl ClusterState {
             prefilling: true,
             answering_since: None,
             hashes: decision.hashes.into(),
-            overlap_tokens: Some(u64::from(overlap_blocks) * u64::from(decision.query.block_size)),
+            prediction: Some(Prediction {
+                block_size: decision.query.block_size,
+                reported: computes.reported_blocks,
+                overlap: overlap_blocks,
+                known: overlap_blocks + computes.predicted_blocks,
+            }),
             answer,
             waiting: decision.waiting(request, choice),
         };
@@ -330,7 +337,7 @@ impl ClusterState {
             prefilling,
             answering_since: None,
             hashes: if prefilling && !request.prompt_logits { request.hashes.clone() } else { [].into() },
-            overlap_tokens: None,
+            prediction: None,
             answer,
             waiting: QueueEntry::default(),
         };
@@ -339,13 +346,18 @@ impl ClusterState {
     }
 
     /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. `cached_tokens` may be known only in a later call.
-    /// The first known number is compared with the overlap that the placement assumed.
+    /// The first known number is compared with the overlap that the placement predicted.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
         let Some(actual) = cached_tokens.map(u64::from) else { return };
-        let predicted = booking.overlap_tokens.take();
+        let prediction = booking.prediction.take();
         let computed_on = self.members.of_mut(booking.prefills_on());
-        if let (Some(Member { series, placements, .. }), Some(predicted)) = (computed_on, predicted) {
+        if let (Some(member), Some(Prediction { block_size, reported, overlap, known })) = (computed_on, prediction) {
+            let predicted = u64::from(overlap) * u64::from(block_size);
+            let found = u32::try_from(actual / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
+            member.findings.add(Finding { reported, known, found });
+            member.export_findings();
+            let Member { series, placements, .. } = member;
             let (over, under) = (predicted.saturating_sub(actual), actual.saturating_sub(predicted));
             series.overlap_over.increment(over);
             series.overlap_under.increment(under);

@@ -1,6 +1,7 @@
 //! Tests of the cluster's state. This file has the fixture, the modules have the tests.
 
 mod bookings;
+mod corrections;
 mod cost;
 mod membership;
 mod models;

@@ -83,6 +83,7 @@ impl ClusterState {
             placements: Some(member.placements),
             circuit_open: !member.breaker.admits(now),
             unpaired_reason: self.members.unpaired_reason(member),
+            index_note: member.findings.note(),
         });
         let (synced, known) = self.synced_of_known();
         v1::WorkersReply {

@@ -32,6 +32,8 @@ struct Row {
     blocks: HashTable,
     /// The runs of which the row has cached leading blocks ([`RunId::value`]).
     runs: HashTable,
+    /// How many of the blocks are markers ([`SequenceHash::is_marker`]).
+    markers: u64,
 }
 
 impl IndexWriter {
@@ -87,8 +89,15 @@ impl IndexWriter {
         self.row_of[worker.0 as usize].replace(row)
     }
 
+    /// Returns the number of the row's blocks without markers.
     pub(super) fn blocks(&self, row: u32) -> u64 {
-        self.rows[row as usize].blocks.len() as u64
+        let Row { blocks, markers, .. } = &self.rows[row as usize];
+        blocks.len() as u64 - markers
+    }
+
+    /// Counts the blocks that the row has now beyond its `before` blocks as markers.
+    pub(super) fn count_markers(&mut self, row: u32, before: u64) {
+        self.rows[row as usize].markers += self.blocks(row) - before;
     }
 
     /// Queues the row for the removal of its blocks. No lookup may use the row any more.
@@ -363,6 +372,8 @@ impl PrefixIndex {
                 kept.clear();
             }
             let held = end + kept.len();
+            let markers = hashes[..count].iter().filter(|hash| hash.is_marker()).count() as u64;
+            writer.rows[row as usize].markers = writer.rows[row as usize].markers.saturating_sub(markers);
             let blocks = &mut writer.rows[row as usize].blocks;
             for (at, hash) in hashes[..count].iter().enumerate() {
                 if let Some(ahead) = hashes.get(at + AHEAD) {

@@ -284,12 +284,12 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .collect()
 }
 
-/// Returns notes for the operator about a worker: the reason why it is unpaired, and that its index is approximate.
+/// Returns notes for the operator about a worker: the reason why it is unpaired, how its index is corrected, and that its index is approximate.
 fn notes(worker: &WorkerView) -> Vec<String> {
     let Some(info) = &worker.info else { return Vec::new() };
     let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";
     let approximate = info.approximate_index.then(|| assumed.to_owned());
-    let notes = worker.unpaired_reason.iter().cloned().chain(approximate);
+    let notes = worker.unpaired_reason.iter().chain(&worker.index_note).cloned().chain(approximate);
     notes.map(|note| format!("{}: {note}", info.worker_id)).collect()
 }
 

@@ -105,6 +105,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "health": health,
         "problem": problem,
         "approximate_index": info.approximate_index,
+        "index_note": views.iter().find_map(|view| view.index_note.as_ref()),
         "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
         // This is no sum: each router's number includes the bookings of the other routers.
         "bookings": views.iter().map(|view| view.bookings).max(),

@@ -21,6 +21,7 @@ impl Member {
             family: self.family.clone(),
             excluded: false,
             tokens_max: capacity.min(context),
+            reported_blocks: prefix.reported_blocks,
             overlap_blocks: prefix.overlap_blocks,
             predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
