@@ -90,6 +90,8 @@ pub struct Mirror {
     /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first report.
     group: Option<u32>,
     groups: Groups,
+    /// Whether the engine may hold blocks that the mirror does not know, because events were lost.
+    is_incomplete: bool,
     ignored_kinds: BTreeSet<String>,
     unroutable: Unroutable,
 }
@@ -143,6 +145,7 @@ impl Mirror {
             assumed: Assumed::new(device_blocks as usize),
             group: None,
             groups: Groups::default(),
+            is_incomplete: false,
             ignored_kinds: BTreeSet::new(),
             unroutable: Unroutable::default(),
         })
@@ -162,7 +165,10 @@ impl Mirror {
             match event {
                 EngineEvent::Stored(stored) => self.store(stored),
                 EngineEvent::Removed(removed) => self.remove(removed),
-                EngineEvent::Cleared => self.clear(),
+                EngineEvent::Cleared => {
+                    self.clear();
+                    self.is_incomplete = false;
+                }
             }
         }
     }
@@ -175,8 +181,9 @@ impl Mirror {
         self.assumed.store(&hashes, &mut self.blocks);
     }
 
-    /// Drops all blocks of the mirror.
+    /// Drops all blocks of the mirror, because events were lost.
     pub fn clear(&mut self) {
+        self.is_incomplete = true;
         self.engine_blocks.clear();
         self.assumed.clear();
         self.blocks.clear();
@@ -304,10 +311,15 @@ impl Mirror {
 
     /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
     fn hold_followed(&mut self, position: usize, stored: &BlocksStored) {
-        let begins_held =
-            stored.parent.is_none() && stored.hashes.first().is_some_and(|first| self.groups.holds(position, first));
-        let are_hits = self.settings.hits_are_reported && begins_held;
-        self.unroutable.excess += self.groups.hold(position, stored, are_hits, self.settings.engine_blocks_max);
+        let begins =
+            stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(|block| block.parent.is_none());
+        let is_whole = stored.hashes.len().checked_mul(stored.block_size as usize) == Some(stored.tokens.len());
+        // A prefix whose first block the engine already holds in the mirrored group was found in the cache. Of an incomplete mirror's unknown prefix,
+        // only the blocks are taken as held that are held in both cases.
+        let found = (self.settings.hits_are_reported && stored.parent.is_none() && is_whole && (begins || self.is_incomplete))
+            .then(|| self.groups.found(position, &stored.hashes));
+        let held = found.as_deref().unwrap_or(&stored.hashes);
+        self.unroutable.excess += self.groups.hold(position, held, self.settings.engine_blocks_max);
         self.refresh(&stored.hashes);
     }
 

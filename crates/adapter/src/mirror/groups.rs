@@ -100,22 +100,27 @@ impl Groups {
         Some(self.followed.len() - 1)
     }
 
-    /// Records that the followed group at this position holds one more copy of each of the engine's blocks. `are_hits`: the engine reports blocks that
-    /// it found in its cache, so the copies of held blocks do not change. At most `blocks_max` blocks are kept; returns the number of the others.
-    pub fn hold(&mut self, position: usize, stored: &BlocksStored, are_hits: bool, blocks_max: usize) -> u64 {
+    /// Records that the followed group at this position holds one more copy of each of the engine's blocks. At most `blocks_max` blocks are kept;
+    /// returns the number of the others.
+    pub fn hold(&mut self, position: usize, engine_hashes: &[EngineHash], blocks_max: usize) -> u64 {
         let mut excess = 0;
-        for engine_hash in &stored.hashes {
+        for engine_hash in engine_hashes {
             if self.copies.len() >= blocks_max && !self.copies.contains_key(engine_hash) {
                 excess += 1;
                 continue;
             }
             let copies = self.copies.entry(engine_hash.clone()).or_default();
             copies.resize(self.followed.len().max(copies.len()), 0);
-            if !(are_hits && copies[position] > 0) {
-                copies[position] += 1;
-            }
+            copies[position] += 1;
         }
         excess
+    }
+
+    /// Returns those blocks of a prefix that the engine found in its cache, of which the followed group at this position holds no copy yet. The
+    /// engine lists all blocks of the prefix for each group, but a group needs, and may hold, only the last ones.
+    pub fn found(&self, position: usize, prefix: &[EngineHash]) -> Vec<EngineHash> {
+        let needed = (self.followed[position].1.0 as usize).min(prefix.len());
+        prefix[prefix.len() - needed..].iter().filter(|hash| !self.holds(position, hash)).cloned().collect()
     }
 
     /// Whether the followed group at this position holds the block.

@@ -158,3 +158,31 @@ fn prefix_is_promised_only_up_to_the_windows_that_are_kept() {
     assert_eq!(mirror.cached_prefix(&namespace(), &prompt).device_blocks, 0);
     assert_eq!(mirror.cached_blocks(), 5 * K, "the blocks themselves are still cached");
 }
+
+/// Of a prefix that vLLM found in its cache, it lists all blocks for every group, although a window holds only the last ones.
+#[test]
+fn found_prefix_is_held_only_as_far_as_a_window_needs_it() {
+    let mut mirror = mirror_with(|settings| settings.hits_are_reported = true);
+    let prompt = tokens(1, 5);
+    let window = |hashes: &[u64]| {
+        let stored = BlocksStored { window_tokens: Some(9), ..first_blocks(hashes, prompt.clone()) };
+        of_group(1, "sliding_window", stored)
+    };
+    let full = || EngineEvent::Stored(first_blocks(&[1, 2, 3, 4, 5], prompt.clone()));
+    mirror.apply(&[window(&[4, 5]), full()]);
+    let promised = |mirror: &Mirror| -> Vec<usize> {
+        let until =
+            |blocks: usize| mirror.cached_prefix(&namespace(), &prompt[..blocks * ENGINE_BLOCK]).device_blocks as usize / K;
+        (1..=5).map(until).collect()
+    };
+    assert_eq!(promised(&mirror), [0, 0, 0, 0, 5]);
+    mirror.apply(&[window(&[1, 2, 3, 4, 5]), full()]);
+    assert_eq!(promised(&mirror), [0, 0, 0, 0, 5], "a found prefix stores nothing");
+    // A copy that was found is no second copy: one removal is enough.
+    mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes: vec![number(5)], medium: Medium::Device, group: Some(1) })]);
+    assert_eq!(promised(&mirror), [0; 5]);
+    // After lost events, a found prefix tells which blocks the window holds.
+    mirror.clear();
+    mirror.apply(&[window(&[1, 2, 3, 4, 5]), full()]);
+    assert_eq!(promised(&mirror), [0, 0, 0, 0, 5]);
+}
