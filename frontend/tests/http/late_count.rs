@@ -95,26 +95,6 @@ async fn chunks_claim_no_cached_tokens_before_they_are_reported() {
 }
 
 #[tokio::test]
-async fn messages_begin_with_the_routers_estimate_and_end_with_the_workers_count() {
-    let mut cluster = Cluster::start().await;
-    let body = json!({ "model": "sim", "max_tokens": 9, "stream": true, "messages": [{ "role": "user", "content": "Hello, how are you?" }] });
-    let reply = cluster.spawn_post("/v1/messages", body);
-    let call = cluster.call().await;
-    let prompt = call.request.prompt.len() as u64;
-    call.begin_uncounted().await;
-    call.send(tokens(0, b"a")).await;
-    call.send(scheduled(Some(0))).await;
-    call.send(finished(0, FinishReason::Length, None)).await;
-    let events = soon(reply).await.expect("the client task runs").named_events().await;
-    let start = &events[0].1["message"];
-    let counts = |usage: &Value| [usage["input_tokens"].as_u64(), usage["cache_read_input_tokens"].as_u64()];
-    assert_eq!(counts(&start["usage"]), [Some(prompt - u64::from(ESTIMATE)), Some(ESTIMATE.into())]);
-    assert_eq!(start["tandem"], json!({ "cached_tokens_source": "router_estimate" }));
-    let (_, end) = events.iter().find(|(name, _)| name == "message_delta").expect("the answer ends");
-    assert_eq!(counts(&end["usage"]), [Some(prompt), Some(0)]);
-}
-
-#[tokio::test]
 async fn all_samples_have_one_late_count() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "n": 3 })));

@@ -102,20 +102,23 @@ async fn answer_at_its_limit_of_tokens_stops_with_max_tokens() {
 }
 
 #[tokio::test]
-async fn cached_tokens_that_are_reported_late_are_in_the_last_counts() {
+async fn answer_begins_with_the_routers_estimate_if_the_cached_tokens_are_reported_late() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(MESSAGES, message(json!({ "stream": true })));
     let call = cluster.call().await;
     let prompt_tokens = call.request.prompt.len();
     call.begin_uncounted().await;
     call.send(tokens(0, b"ab")).await;
-    call.send(scheduled(Some(16))).await;
+    call.send(scheduled(Some(0))).await;
     call.send(finished(0, FinishReason::Length, None)).await;
     let events = soon(reply).await.expect("the client task runs").named_events().await;
-    let first = &events[0].1["message"]["usage"];
-    assert_eq!((&first["cache_read_input_tokens"], &first["input_tokens"]), (&Value::Null, &json!(prompt_tokens)));
+    let start = &events[0].1["message"];
+    let first = &start["usage"];
+    // The fake router places each prompt on a worker that has a block of it.
+    assert_eq!((&first["cache_read_input_tokens"], &first["input_tokens"]), (&json!(16), &json!(prompt_tokens - 16)));
+    assert_eq!(start["tandem"], json!({ "cached_tokens_source": "router_estimate" }));
     let last = &events.iter().find(|(name, _)| name == "message_delta").expect("the stream has counts").1["usage"];
-    assert_eq!((&last["cache_read_input_tokens"], &last["input_tokens"]), (&json!(16), &json!(prompt_tokens - 16)));
+    assert_eq!((&last["cache_read_input_tokens"], &last["input_tokens"]), (&json!(0), &json!(prompt_tokens)));
 }
 
 #[tokio::test]
