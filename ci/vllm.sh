@@ -73,6 +73,12 @@ make_model() {
     LD_LIBRARY_PATH="$folder/stubs" "$folder/venv/bin/python" ci/vllm/model_folder.py "$1" "$folder/model"
 }
 
+# Makes a random model with layers of two kinds: sliding windows and full attention.
+make_hybrid() {
+    rm -rf "$folder/hybrid"
+    LD_LIBRARY_PATH="$folder/stubs" "$folder/venv/bin/python" ci/vllm/hybrid_model.py "$folder/model" "$folder/hybrid"
+}
+
 gguf() {
     local lines
     if [ -z "${TANDEM_MODEL:-}" ]; then
@@ -90,6 +96,7 @@ setup() {
     unless_done vllm "$("$python" --version) $(sha256sum ci/vllm/{requirements,overrides}.txt ci/vllm/cuda_stubs.py)" install_vllm
     gguf
     unless_done model "$TANDEM_MODEL $(stat -c '%s %Y' "$TANDEM_MODEL") $(sha256sum ci/vllm/model_folder.py)" make_model "$TANDEM_MODEL"
+    unless_done hybrid "$(cat "$folder/model.done") $(sha256sum ci/vllm/hybrid_model.py)" make_hybrid
 }
 
 # Sends SIGTERM to the Python program, which then ends its engines, and kills the processes that remain.

@@ -20,7 +20,7 @@ healthy() {
 }
 
 services=("$@")
-[ $# -gt 0 ] || services=(router prefill decode frontend)
+[ $# -gt 0 ] || services=(prefill decode router frontend)
 for service in "${services[@]}"; do
     predecessors=$("${compose[@]}" ps -q "$service")
     for container in $predecessors; do

@@ -37,14 +37,27 @@ START_SECONDS = 600
 
 @dataclass(frozen=True)
 class Layout:
-    """The engines of a scenario: with `transfer` (NIXL) they can pull KV from each other; `dev` adds /reset_prefix_cache and /server_info."""
+    """The engines of a scenario: with `transfer` (NIXL) they can pull KV from each other; `dev` adds /reset_prefix_cache and /server_info.
+
+    `model` is the model's folder in FOLDER, `blocks` the number of KV blocks, and `options` are further arguments of vLLM.
+    """
 
     engines: tuple = ("mixed-a", "mixed-b")
     transfer: bool = False
     dev: bool = False
+    model: str = "model"
+    blocks: int = BLOCKS
+    max_model_len: int = MAX_MODEL_LEN
+    options: tuple = ()
 
 
-LAYOUTS = {"p+d": Layout(("prefill", "decode"), transfer=True), "mixed": Layout()}
+HYBRID = {"engines": ("hybrid",), "model": "hybrid", "blocks": 300, "max_model_len": 1000}
+LAYOUTS = {
+    "p+d": Layout(("prefill", "decode"), transfer=True),
+    "mixed": Layout(),
+    "hybrid": Layout(**HYBRID),
+    "hybrid_everywhere": Layout(**HYBRID, options=("--prefix-cache-retention-interval", "None")),
+}
 
 
 class EngineFailed(Exception):
@@ -70,10 +83,11 @@ class Engine:
         # host, which means every network interface.
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0", "topic": "kv"}
         command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), str(self.folder / "venv/bin/vllm"), "serve"]
-        command += [str(self.folder / "model"), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
-        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS), "--enable-prefix-caching"]
+        command += [str(self.folder / self.layout.model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.layout.max_model_len), "--max-num-seqs", "16"]
+        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(self.layout.blocks), "--enable-prefix-caching"]
         command += ["--enable-scale-out", "--kv-events-config", json.dumps(events)]
+        command += self.layout.options
         command += ["--enable-prompt-tokens-details"] if self.reports_cached else []
         if self.layout.transfer:
             extra = {"kv_lease_duration": LEASE_SECONDS}

@@ -4,6 +4,7 @@ use crate::{client::ClientStream, failure::DecodeEnd, worker::in_time};
 use std::time::Duration;
 use tandem_proto::{
     channel::{Channels, MESSAGE_BYTES_MAX, has_ended, status_text},
+    unknown_message,
     v1::{
         Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket,
         TransferCapabilities, Waiting, WorkerRef, generate_reply, prefill_client::PrefillClient, prefill_reply,
@@ -96,7 +97,10 @@ impl RemotePrefill {
                     self.offered = Some(capabilities);
                     continue;
                 }
-                None => continue,
+                None => {
+                    unknown_message("Prefill");
+                    continue;
+                }
             };
         }
     }

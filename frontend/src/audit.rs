@@ -18,9 +18,8 @@ const READ_MAX_BYTES: u64 = 64 << 10;
 /// The maximum time that a request for the metrics or the dashboard waits for the file to be read.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The result of one `tandem audit check`.
+/// The result of one `tandem audit check`. Readers skip fields that they do not know.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct AuditResult {
     /// The time at which the check ended, in seconds since 1970.
     pub checked_unix_s: u64,

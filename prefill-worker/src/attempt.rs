@@ -9,7 +9,7 @@ use tandem_engine::{CachedTokens, Event, Prefill};
 use tandem_kv::Namespace;
 use tandem_process::trace::Span;
 use tandem_proto::{
-    NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
+    NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX, unknown_message,
     v1::{self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Waiting, prefill_reply, prefill_request},
 };
 use tandem_transfer::{SendPaths, TicketError, Transfer, TransferError};
@@ -98,12 +98,21 @@ pub(crate) async fn submit(worker: &PrefillWorker, start: &mut PrefillStart) -> 
 }
 
 async fn ticket(worker: &PrefillWorker, messages: &mut Streaming<PrefillRequest>) -> Result<v1::Ticket, PrefillEnd> {
-    let message = tokio::time::timeout(worker.ticket_wait, messages.message()).await;
-    match message.map_err(|_| PrefillEnd::NoTicket)? {
-        Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Ticket(ticket)) })) => Ok(ticket),
-        Ok(Some(_)) => Err(PrefillEnd::Protocol(Protocol::UnexpectedMessage)),
-        // A closed stream cancels the attempt.
-        Ok(None) | Err(_) => Err(Disconnected.into()),
+    let message = tokio::time::timeout(worker.ticket_wait, next_message(messages)).await;
+    match message.map_err(|_| PrefillEnd::NoTicket)?? {
+        prefill_request::Message::Ticket(ticket) => Ok(ticket),
+        _ => Err(PrefillEnd::Protocol(Protocol::UnexpectedMessage)),
+    }
+}
+
+/// Returns the decode worker's next message; skips kinds that this version does not know. A closed stream cancels the attempt. Cancel-safe.
+pub(crate) async fn next_message(messages: &mut Streaming<PrefillRequest>) -> Result<prefill_request::Message, Disconnected> {
+    loop {
+        match messages.message().await {
+            Ok(Some(PrefillRequest { message: Some(message) })) => return Ok(message),
+            Ok(Some(_)) => unknown_message("Prefill"),
+            Ok(None) | Err(_) => return Err(Disconnected),
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     PrefillWorker,
-    attempt::{send_scheduled, send_waiting, submit},
+    attempt::{next_message, send_scheduled, send_waiting, submit},
     failure::{PrefillEnd, Protocol},
 };
 use tandem_engine::{Event, KvHandle};
@@ -13,7 +13,7 @@ use tandem_proto::v1::{
 };
 use tandem_worker::{Disconnected, ReplySender, first_event};
 use tokio::time::timeout;
-use tonic::{Status, Streaming};
+use tonic::Streaming;
 
 /// Runs one attempt until the KV is pulled. Dropping the future cancels the request on the engine. If the handle was sent already, the engine
 /// releases the prompt's KV when its lease for the handle ends.
@@ -42,7 +42,7 @@ pub(crate) async fn export(
         let event = tokio::select! {
             biased;
             event = event => event?,
-            early = messages.message() => return Err(unexpected(early)),
+            early = next_message(&mut messages) => return Err(unexpected(early)),
         };
         match event {
             Some(Event::Submitted) => {
@@ -63,8 +63,8 @@ pub(crate) async fn export(
     let valid_ms = u32::try_from(valid_for.as_millis()).unwrap_or(u32::MAX);
     let message = prefill_reply::Message::KvHandle(v1::KvHandle { handle: bytes, prompt_digest, valid_ms });
     replies.send(PrefillReply { message: Some(message) }).await?;
-    match timeout(valid_for, messages.message()).await {
-        Ok(Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Pulled(_)) }))) => outcome.label = "pulled",
+    match timeout(valid_for, next_message(&mut messages)).await {
+        Ok(Ok(prefill_request::Message::Pulled(_))) => outcome.label = "pulled",
         Ok(other) => return Err(unexpected(other)),
         Err(_) => {
             outcome.label = "expired";
@@ -87,10 +87,7 @@ impl Drop for HandleOutcome<'_> {
     }
 }
 
-/// Returns the reason for which a message ends the attempt. A closed stream cancels the attempt.
-fn unexpected(message: Result<Option<PrefillRequest>, Status>) -> PrefillEnd {
-    match message {
-        Ok(Some(_)) => PrefillEnd::Protocol(Protocol::UnexpectedMessage),
-        Ok(None) | Err(_) => Disconnected.into(),
-    }
+/// Returns the reason for which a message, or the end of the stream, ends the attempt.
+fn unexpected(message: Result<prefill_request::Message, Disconnected>) -> PrefillEnd {
+    message.map_or_else(Into::into, |_| PrefillEnd::Protocol(Protocol::UnexpectedMessage))
 }

@@ -39,6 +39,12 @@ pub mod v1 {
     tonic::include_proto!("tandem.v1");
 }
 
+/// Logs that a stream has a kind of message that this version does not know (an unset `oneof`), which its receiver skips. A later version may
+/// add a kind if every receiver can do without it (docs/versions.md).
+pub fn unknown_message(stream: &'static str) {
+    tracing::debug!(stream, "skipping a kind of message that this version does not know");
+}
+
 impl v1::worker_info::Role {
     /// Returns the role's name, as used in metrics, JSON and worker ids.
     pub fn name(self) -> &'static str {

@@ -12,7 +12,7 @@ use std::{
 };
 use tandem_kv::{InstanceId, RequestId, SequenceHash};
 use tandem_proto::{
-    WireError,
+    WireError, unknown_message,
     v1::{self, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply, bookings_reply::Message},
 };
 use tokio::sync::watch;
@@ -223,8 +223,8 @@ impl PeerReceiver {
         if *self.instance_id.get_or_insert_with(|| router_instance_id.clone()) != router_instance_id {
             return Err(ReplicationError::OtherInstance);
         }
-        match message.ok_or(WireError::Missing { field: "message" })? {
-            Message::State(BookingState { at_change_id, bookings, last }) => {
+        match message {
+            Some(Message::State(BookingState { at_change_id, bookings, last })) => {
                 self.partial_state.append(&mut decoded(bookings)?);
                 if self.partial_state.len() > self.bookings_max {
                     return Err(ReplicationError::TooManyBookings { max: self.bookings_max });
@@ -235,7 +235,7 @@ impl PeerReceiver {
                 self.applied = Some(at_change_id);
                 Ok(PeerUpdate::All(take(&mut self.partial_state)))
             }
-            Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
+            Some(Message::Changes(BookingChanges { after, last_change_id, bookings })) => {
                 // The peer is still sending its state, which includes these changes. If the state does not include them, the next changes
                 // show a gap.
                 let Some(applied) = self.applied else { return Ok(PeerUpdate::Changed(Vec::new())) };
@@ -247,6 +247,10 @@ impl PeerReceiver {
                 }
                 self.applied = Some(last_change_id);
                 Ok(PeerUpdate::Changed(decoded(bookings)?))
+            }
+            None => {
+                unknown_message("Bookings");
+                Ok(PeerUpdate::Changed(Vec::new()))
             }
         }
     }
@@ -339,7 +343,7 @@ mod tests {
         assert_eq!(receiver.take(changes("i", 5, 6)), Err(ReplicationError::Gap { applied: 4 }));
         assert_eq!(receiver.take(changes("j", 4, 5)), Err(ReplicationError::OtherInstance));
         let empty = BookingsReply { router_instance_id: "i".to_owned(), message: None };
-        assert_eq!(receiver.take(empty), Err(ReplicationError::Wire(WireError::Missing { field: "message" })));
+        assert_eq!(receiver.take(empty), Ok(NOTHING), "an unknown kind of message is skipped");
         let mut booked = BookedRequest::from(record(HASHES_MAX + 1));
         booked.prefill = booked.decode.clone();
         let decoded = BookingRecord::try_from(booked.clone()).expect("the booking record is complete");

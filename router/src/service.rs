@@ -13,7 +13,7 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 use tandem_kv::SequenceHash;
 use tandem_process::{Shutdown, discovery::MemberSource, trace::Span};
 use tandem_proto::{
-    ClusterKey, TEXT_BYTES_MAX,
+    ClusterKey, TEXT_BYTES_MAX, unknown_message,
     v1::{
         AttemptFailed, BookingsReply, BookingsRequest, Draining, ExistingPlacement, ExplainReply, ExplainRequest, Failure,
         FailureReason, Identity, Placement, RoutePrompt, RouteReply, RouteRequest, WorkersReply, WorkersRequest, bookings_reply,
@@ -284,7 +284,7 @@ impl Route {
                     }
                 }
                 Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream may have only one prompt")),
-                None => return Err(Status::invalid_argument("a message of the stream is empty")),
+                None => unknown_message("Route"),
             }
         }
     }

@@ -7,7 +7,7 @@
 use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
 use tandem_proto::{
-    SnapshotAssembly, WireError, transfer_bytes_per_second,
+    SnapshotAssembly, WireError, transfer_bytes_per_second, unknown_message,
     v1::{CacheTotals, KvEventBatch, Load, SnapshotChunk, StepTotals, WatchReply, WorkerInfo, watch_reply::Message},
 };
 use tokio::time::Instant;
@@ -119,13 +119,17 @@ impl KvSubscription {
 
     /// Processes the stream's next message.
     pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<CacheUpdate, SubscriptionError> {
-        match reply.message.ok_or(WireError::Missing { field: "message" })? {
-            Message::Snapshot(chunk) => self.take_chunk(chunk),
-            Message::Batch(batch) => {
+        match reply.message {
+            Some(Message::Snapshot(chunk)) => self.take_chunk(chunk),
+            Some(Message::Batch(batch)) => {
                 if let Some(load) = &batch.load {
                     self.load = Load { included_request_ids: Vec::new(), ..load.clone() };
                 }
                 self.take_batch(batch, now)
+            }
+            None => {
+                unknown_message("Watch");
+                Ok(CacheUpdate::None)
             }
         }
     }
@@ -261,7 +265,6 @@ mod tests {
     fn message_of_another_instance_or_with_a_missing_field_is_refused() {
         let other = || KvEventBatch { instance_id: "j".to_owned(), ..batch(0, &[]) };
         let cases = [
-            (WatchReply { message: None }, SubscriptionError::Wire(WireError::Missing { field: "message" })),
             (on_stream(other()), SubscriptionError::OtherInstance),
             (
                 on_stream(KvEventBatch { load: None, ..batch(4, &[]) }),
@@ -271,6 +274,11 @@ mod tests {
         for (reply, expected) in cases {
             assert_eq!(subscription().take(reply, Instant::now()), Err(expected));
         }
+        assert_eq!(
+            subscription().take(WatchReply { message: None }, Instant::now()),
+            Ok(CacheUpdate::None),
+            "an unknown kind is skipped"
+        );
         let chunk = snapshot_chunks("j", &Snapshot { at_event_id: 0, stored: Vec::new() }).remove(0);
         assert_eq!(
             subscription().take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now()),

@@ -83,7 +83,11 @@ impl Watch for WorkerWatcher {
             _ => tracing::info!(worker = %address, "worker unavailable: {}", reason.text),
         }
         let incompatible = matches!(lost, ConnectionEnd::Incompatible(_));
-        let worker = UnavailableWorker { address: address.clone(), reason: reason.text, incompatible };
+        let worker_id = match lost {
+            ConnectionEnd::Lost(lost) => lost.worker_id.clone(),
+            _ => String::new(),
+        };
+        let worker = UnavailableWorker { address: address.clone(), reason: reason.text, incompatible, worker_id };
         cluster.lock().update_unavailable(|workers| workers.insert(worker));
     }
 }

@@ -11,10 +11,14 @@
 //!   the router's index needs them, even while an engine has dropped a block and kept its children.
 //! - A snapshot and the mirror's later events together give the blocks that are reported now.
 //!
+//! If a model has several groups of layers, the blocks of the first one with full attention are mirrored. The others decide up to which of these
+//! blocks a prefix can be reused (`groups`).
+//!
 //! If an engine publishes no KV events, its mirror holds the blocks that it is assumed to have cached ([`Mirror::assume_stored`]).
 
 mod assumed;
 mod blocks;
+mod groups;
 
 pub use blocks::PrefixTiers;
 
@@ -24,6 +28,7 @@ use crate::{
 };
 use assumed::Assumed;
 use blocks::{MirrorBlocks, Tier};
+use groups::{Groups, Need};
 use std::collections::{BTreeSet, HashMap};
 use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, child_hashes, sequence_hashes};
 
@@ -66,7 +71,7 @@ pub struct Unroutable {
     pub parent: u64,
     /// The number of blocks whose KV depends on more than tokens and cache salt, such as a LoRA or an image.
     pub extra_keys: u64,
-    /// The number of blocks of layers without full attention, or of a second group of layers.
+    /// The number of blocks of layers whose kind of attention has no known rule for reuse.
     pub group: u64,
     /// The number of blocks of another size, or without their tokens.
     pub block_size: u64,
@@ -82,9 +87,9 @@ pub struct Mirror {
     engine_blocks: HashMap<EngineHash, EngineBlock>,
     blocks: MirrorBlocks,
     assumed: Assumed,
-    /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first
-    /// report.
+    /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first report.
     group: Option<u32>,
+    groups: Groups,
     ignored_kinds: BTreeSet<String>,
     unroutable: Unroutable,
 }
@@ -98,6 +103,16 @@ struct EngineBlock {
     host: u32,
 }
 
+/// What the mirror does with the blocks of a group of layers.
+enum GroupUse {
+    /// Mirrors them: the group decides which blocks are cached.
+    Mirrored,
+    /// Follows the group at this position in [`Groups`]: it decides up to which blocks a prefix can be reused.
+    Followed(usize),
+    /// Counts them only.
+    Ignored,
+}
+
 /// What precedes an engine's block in its prompt: nothing, a known Tandem block, or an unknown one.
 #[derive(Clone, Copy)]
 enum Before {
@@ -106,7 +121,7 @@ enum Before {
     Unidentified,
 }
 
-/// The kinds of attention that can reuse a cached prefix if all of its blocks are cached, and that need no other state.
+/// The kinds of attention that can reuse a cached prefix if all of its blocks are cached.
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
 /// Maximum number of names of kinds of attention outside `FULL_ATTENTION` that are kept for the log. vLLM has ten kinds.
 const IGNORED_KINDS_MAX: usize = 16;
@@ -127,6 +142,7 @@ impl Mirror {
             blocks: MirrorBlocks::default(),
             assumed: Assumed::new(device_blocks as usize),
             group: None,
+            groups: Groups::default(),
             ignored_kinds: BTreeSet::new(),
             unroutable: Unroutable::default(),
         })
@@ -135,7 +151,8 @@ impl Mirror {
     /// Returns the maximum number of blocks in the mirror.
     pub fn cached_blocks_max(&self) -> u32 {
         let MirrorSettings { block_size, engine_block_size, device_blocks, engine_blocks_max, .. } = self.settings;
-        let identified = engine_blocks_max.saturating_mul((engine_block_size / block_size) as usize);
+        // Each engine block may also be a reuse point, and two more blocks say that there are reuse points or unknown layers.
+        let identified = engine_blocks_max.saturating_mul((engine_block_size / block_size) as usize + 1).saturating_add(2);
         device_blocks.max(identified.try_into().unwrap_or(u32::MAX))
     }
 
@@ -163,6 +180,8 @@ impl Mirror {
         self.engine_blocks.clear();
         self.assumed.clear();
         self.blocks.clear();
+        self.groups.clear(&mut self.blocks);
+        self.mark_unfollowed();
     }
 
     /// Returns the changes of the reported blocks since the last call. The ids of all changes of a mirror have no gaps.
@@ -180,14 +199,17 @@ impl Mirror {
         self.blocks.snapshot()
     }
 
-    /// Returns the number of reported blocks.
+    /// Returns the number of the engine's blocks that are reported.
     pub fn cached_blocks(&self) -> usize {
-        self.blocks.reported()
+        self.blocks.reported() - self.groups.reported() - usize::from(!self.ignored_kinds.is_empty())
     }
 
-    /// Returns how many leading blocks of a prompt the engine has cached, by tier.
+    /// Returns how many leading blocks of a prompt the engine has cached and can reuse, by tier.
     pub fn cached_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> PrefixTiers {
-        self.blocks.prefix(&self.sequence_hashes(namespace, tokens))
+        let hashes = self.sequence_hashes(namespace, tokens);
+        let PrefixTiers { device_blocks, host_blocks } = self.blocks.prefix(&hashes);
+        let reusable = self.groups.reusable(&hashes[..(device_blocks + host_blocks) as usize]) as u32;
+        PrefixTiers { device_blocks: device_blocks.min(reusable), host_blocks: reusable.saturating_sub(device_blocks) }
     }
 
     /// Returns the numbers of blocks that were not routable.
@@ -209,9 +231,13 @@ impl Mirror {
             self.unroutable.elsewhere += stored.hashes.len() as u64;
             return;
         };
-        if !self.is_mirrored(stored.group, stored.kind.as_deref()) {
-            self.unroutable.group += stored.hashes.len() as u64;
-            return;
+        match self.group_use(stored) {
+            GroupUse::Mirrored => {}
+            GroupUse::Followed(position) => return self.hold_followed(position, stored),
+            GroupUse::Ignored => {
+                self.unroutable.group += stored.hashes.len() as u64;
+                return;
+            }
         }
         let is_held = |block: &EngineBlock| block.count_in(tier) > 0;
         let begins_held =
@@ -230,6 +256,9 @@ impl Mirror {
                         block.hold(tier, &mut self.blocks);
                     }
                     let last = block.last();
+                    if let Before::Block(last) = last {
+                        self.groups.learn(hash, block.parent, last, &mut self.blocks);
+                    }
                     self.engine_blocks.insert(hash.clone(), block);
                     last
                 }
@@ -273,28 +302,87 @@ impl Mirror {
         Ok(EngineBlock { parent, hashes: hashes.into(), device: 0, host: 0 })
     }
 
+    /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
+    fn hold_followed(&mut self, position: usize, stored: &BlocksStored) {
+        let begins_held =
+            stored.parent.is_none() && stored.hashes.first().is_some_and(|first| self.groups.holds(position, first));
+        let are_hits = self.settings.hits_are_reported && begins_held;
+        self.unroutable.excess += self.groups.hold(position, stored, are_hits, self.settings.engine_blocks_max);
+        self.refresh(&stored.hashes);
+    }
+
     fn remove(&mut self, removed: &BlocksRemoved) {
-        let Some(tier) = tier(removed.medium).filter(|_| self.group == Some(removed.group.unwrap_or_default())) else { return };
+        let Some(tier) = tier(removed.medium) else { return };
+        let group = removed.group.unwrap_or_default();
+        if let Some(position) = self.groups.position(group) {
+            removed.hashes.iter().for_each(|hash| self.groups.release(position, hash));
+            return self.refresh(&removed.hashes);
+        }
+        if self.group != Some(group) {
+            return;
+        }
         for hash in &removed.hashes {
             let Some(block) = self.engine_blocks.get_mut(hash) else { continue };
             block.release(tier, &mut self.blocks);
             if block.device == 0 && block.host == 0 {
+                if let Before::Block(last) = block.last() {
+                    self.groups.forget(hash, last, &mut self.blocks);
+                }
                 self.engine_blocks.remove(hash);
             }
         }
     }
 
-    /// Returns whether the blocks of a group are mirrored. A prompt is found in the cache only if its blocks of every group are cached.
-    /// Engines usually drop the blocks of all groups together, so one group represents all.
-    fn is_mirrored(&mut self, group: Option<u32>, kind: Option<&str>) -> bool {
-        if let Some(kind) = kind.filter(|kind| !FULL_ATTENTION.contains(kind)) {
-            if self.ignored_kinds.len() < IGNORED_KINDS_MAX {
-                self.ignored_kinds.insert(kind.to_owned());
+    /// Finds out again which of these engine blocks, and of the blocks after them, are reuse points.
+    fn refresh(&mut self, engine_hashes: &[EngineHash]) {
+        for hash in engine_hashes {
+            if let Some(Before::Block(last)) = self.engine_blocks.get(hash).map(EngineBlock::last) {
+                self.groups.refresh(last, &mut self.blocks);
             }
-            return false;
         }
-        let group = group.unwrap_or_default();
-        *self.group.get_or_insert(group) == group
+    }
+
+    /// Returns what to do with the blocks of the event's group. The first group with full attention is mirrored.
+    fn group_use(&mut self, stored: &BlocksStored) -> GroupUse {
+        let group = stored.group.unwrap_or_default();
+        if let Some(position) = self.groups.position(group) {
+            return GroupUse::Followed(position);
+        }
+        if self.group == Some(group) {
+            return GroupUse::Mirrored;
+        }
+        let kind = stored.kind.as_deref().unwrap_or(FULL_ATTENTION[0]);
+        let need = match FULL_ATTENTION.contains(&kind) {
+            true if self.group.is_none() => {
+                self.group = Some(group);
+                return GroupUse::Mirrored;
+            }
+            true => Some(Need::ALL),
+            false => Need::of(kind, stored),
+        };
+        let known = self.engine_blocks.iter().filter_map(|(engine_hash, block)| match block.last() {
+            Before::Block(last) => Some((engine_hash, block.parent, last)),
+            Before::Nothing | Before::Unidentified => None,
+        });
+        // Blocks of another size end at other tokens, so it is unknown which prefixes they allow.
+        let need = need.filter(|_| stored.block_size == self.settings.engine_block_size);
+        match need.and_then(|need| self.groups.follow(group, need, known, &mut self.blocks)) {
+            Some(position) => GroupUse::Followed(position),
+            None => {
+                if self.ignored_kinds.len() < IGNORED_KINDS_MAX {
+                    self.ignored_kinds.insert(kind.to_owned());
+                }
+                self.mark_unfollowed();
+                GroupUse::Ignored
+            }
+        }
+    }
+
+    /// Reports that some layers are not followed, if so.
+    fn mark_unfollowed(&mut self) {
+        if !self.ignored_kinds.is_empty() && !self.blocks.holds(SequenceHash::UNFOLLOWED_LAYERS) {
+            self.blocks.hold(None, SequenceHash::UNFOLLOWED_LAYERS, Tier::Device);
+        }
     }
 }
 

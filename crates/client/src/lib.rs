@@ -10,9 +10,8 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
 };
-pub use rustls::RootCertStore;
 use rustls::{
-    ClientConfig,
+    ClientConfig, RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
 };
 use std::{

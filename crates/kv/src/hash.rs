@@ -3,7 +3,7 @@
 //! Without the key an attacker can neither construct two prompts with one hash, nor compare observed hashes with those of guessed
 //! prompts. The hash is SipHash-2-4 (Aumasson and Bernstein 2012): a keyed function for short inputs that an attacker chooses.
 
-use crate::TokenId;
+use crate::{TokenId, mix};
 use siphasher::sip::SipHasher24;
 use std::{fmt, hash::Hasher, sync::Arc};
 
@@ -94,6 +94,20 @@ fn split_part<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
 }
 
 impl SequenceHash {
+    /// A worker that reports this block as cached has a cache that can be reused only up to its reuse points (docs/adr/049-reuse-points.md). It has
+    /// no tokens and begins a prompt.
+    pub const REUSE_POINTS: Self = Self(0x5265_7573_6550_7473);
+
+    /// A worker that reports this block as cached has layers whose cached state Tandem does not follow, so its other blocks are approximate.
+    pub const UNFOLLOWED_LAYERS: Self = Self(0x556e_666f_6c4c_6179);
+
+    /// Returns the block with which a worker reports that its cache can be reused up to the end of this block, if it reports
+    /// [`Self::REUSE_POINTS`]. The block has no tokens and begins a prompt, so that it never splits a chain of blocks.
+    #[must_use]
+    pub const fn reuse_point(self) -> Self {
+        Self(mix(self.0 ^ Self::REUSE_POINTS.0))
+    }
+
     /// Returns the hash of a block of `tokens` that follows the block with this hash.
     pub(crate) fn child(self, key: &HashKey, tokens: &[TokenId]) -> Self {
         let mut hasher = key.hasher();

@@ -7,7 +7,7 @@ use hyper::{
     header::{CONTENT_TYPE, HeaderValue},
 };
 use std::time::Duration;
-use tandem_client::{HttpClient, HttpError, RootCertStore, authorities, whole};
+use tandem_client::{HttpClient, HttpError, authorities, whole};
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -34,10 +34,18 @@ pub enum AnswerError {
     },
 }
 
-/// The address of a server is not a URL that can be used.
+/// The address of a server, or the certificates for it, cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is not the address of a server; write http://host:port or https://host:port, with a path if the API is below one")]
-pub struct UrlError(String);
+pub enum UrlError {
+    /// The address is not a URL that can be used.
+    #[error(
+        "{0:?} is not the address of a server; write http://host:port or https://host:port, with a path if the API is below one"
+    )]
+    Url(String),
+    /// The certificates cannot be used.
+    #[error("the file with the server's certificate cannot be used: {0}")]
+    Ca(String),
+}
 
 /// A client of one server. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -47,16 +55,13 @@ pub(crate) struct Http {
 }
 
 impl Http {
-    /// Makes a client. `url` may end with `/v1`. `headers` are added to every request.
-    pub(crate) fn new(url: &str, headers: HeaderMap) -> Result<Self, UrlError> {
-        Self::trusting(url, headers, authorities(None).expect("no certificates are added"))
-    }
-
-    /// Like [`Self::new`], for a server whose certificate one of these authorities has signed.
-    pub(crate) fn trusting(url: &str, headers: HeaderMap, authorities: RootCertStore) -> Result<Self, UrlError> {
+    /// Makes a client. `url` may end with `/v1`. `ca` has the certificates in PEM format that may sign the server's one, besides those of the
+    /// public authorities. `headers` are added to every request.
+    pub(crate) fn new(url: &str, ca: Option<&[u8]>, headers: HeaderMap) -> Result<Self, UrlError> {
         let base = url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
-        let client = HttpClient::new(base, authorities, CONNECT_TIMEOUT).map_err(|_| UrlError(url.to_owned()))?;
+        let trusted = authorities(ca).map_err(UrlError::Ca)?;
+        let client = HttpClient::new(base, trusted, CONNECT_TIMEOUT).map_err(|_| UrlError::Url(url.to_owned()))?;
         Ok(Self { client, headers })
     }
 
@@ -118,10 +123,10 @@ mod tests {
             ("https://h/v1", "https://h"),
             ("https://h/openai/v1/", "https://h/openai"),
         ] {
-            assert_eq!(Http::new(url, HeaderMap::new()).expect(url).client.url(), base);
+            assert_eq!(Http::new(url, None, HeaderMap::new()).expect(url).client.url(), base);
         }
         for url in ["h:8000", "ftp://h", "/v1", "http://", "http://h?x=1"] {
-            let error = Http::new(url, HeaderMap::new()).expect_err(url);
+            let error = Http::new(url, None, HeaderMap::new()).expect_err(url);
             assert!(error.to_string().contains("http://host:port"), "{error}");
         }
     }

@@ -31,8 +31,8 @@ const FIRST_WORDS: u64 = 32;
 pub struct RateSettings {
     /// The server's address, with or without `/v1`.
     pub url: String,
-    /// Certificates in PEM format that may sign the server's, in addition to the public authorities.
-    pub authority: Option<Vec<u8>>,
+    /// Certificates in PEM format that may sign the server's one, besides those of the public authorities.
+    pub ca: Option<Vec<u8>>,
     /// The model that is requested; `None`: the first one that the server lists.
     pub model: Option<String>,
     /// Headers of every request, such as an API key.
@@ -69,12 +69,9 @@ pub struct MeasuredRates {
 /// Why rates cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum RatesError {
-    /// The address is wrong.
+    /// The address, or the certificates for it, cannot be used.
     #[error(transparent)]
     Url(#[from] UrlError),
-    /// The certificates are wrong.
-    #[error("the certificates of the server's authority cannot be used: {0}")]
-    Authority(String),
     /// The server cannot be measured.
     #[error(transparent)]
     Target(#[from] TargetError),
@@ -101,8 +98,7 @@ pub async fn rates(settings: &RateSettings) -> Result<MeasuredRates, RatesError>
 }
 
 async fn measure(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
-    let authorities = tandem_client::authorities(settings.authority.as_deref()).map_err(RatesError::Authority)?;
-    let http = Http::trusting(&settings.url, settings.headers.clone(), authorities)?;
+    let http = Http::new(&settings.url, settings.ca.as_deref(), settings.headers.clone())?;
     let target = BenchTarget::find(http, settings.model.clone()).await?;
     let bodies = BodyFields { model: target.model.clone(), max_tokens: None, ignore_eos: true, extra: Map::new() };
     let mut probe = Probe { http: target.http, bodies, rng: Rng::new(), tokens_per_word: 1.0 };

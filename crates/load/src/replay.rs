@@ -37,6 +37,8 @@ const OUTCOMES: usize = 1_024;
 pub struct Settings {
     /// The server's address, with or without `/v1`.
     pub url: String,
+    /// The certificates in PEM format that may sign the server's one, besides those of the public authorities.
+    pub ca: Option<Vec<u8>>,
     /// The model that is requested; `None`: the first one that the server lists.
     pub model: Option<String>,
     /// Headers of every request, such as an API key.
@@ -74,6 +76,7 @@ impl Settings {
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
+            ca: None,
             model: None,
             headers: HeaderMap::new(),
             pace: Pace::Trace { speed: 1.0 },
@@ -224,7 +227,7 @@ fn read(trace: Trace, mut planner: Planner, planned: mpsc::Sender<Planned>) -> J
 }
 
 async fn prepare(trace: &Trace, settings: &Settings) -> Result<(BenchTarget, Planner), LoadError> {
-    let http = Http::new(&settings.url, settings.headers.clone())?;
+    let http = Http::new(&settings.url, settings.ca.as_deref(), settings.headers.clone())?;
     let tokenizer = settings.tokenizer.as_deref().map(LocalTokenizer::open).transpose()?;
     let target = BenchTarget::find(http, settings.model.clone()).await?;
     let (seed, block_tokens) = (settings.seed, settings.block_tokens);

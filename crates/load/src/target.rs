@@ -21,7 +21,7 @@ pub(crate) struct BenchTarget {
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The list of models cannot be read.
-    #[error("the server's models cannot be read; start the server, correct --url, or name the model with --model")]
+    #[error("the server's models cannot be read; start the server, correct SERVER, or name the model with --model")]
     Models(#[source] AnswerError),
     /// The server serves no model.
     #[error("the server lists no models; name the model with --model")]

@@ -379,6 +379,28 @@ impl Monitor {
 mod tests {
     use super::*;
 
+    /// A batch of the instance `i` of the cluster `c`, and its signature, computed with Python's `hmac` as in `tandem_proto::key`. Processes of
+    /// earlier versions publish and expect the same bytes.
+    #[tokio::test]
+    async fn published_message_equals_the_reference_bytes() {
+        let settings = NatsSettings {
+            servers: vec!["127.0.0.1:1".to_owned()],
+            auth: NatsAuth::None,
+            ca: None,
+            identity: None,
+            cluster: "c".to_owned(),
+            pending_max: 1,
+        };
+        let key = ClusterKey::new(b"0123456789abcdef0123456789abcdef").expect("the secret is long enough");
+        let broker = Broker::open(&settings, key, &Metrics::default()).await.expect("the settings are valid");
+        let batch = KvEventBatch { instance_id: "i".to_owned(), last_event_id: 7, ..Default::default() }.encode_to_vec();
+        let message = broker.signed("i", batch.clone());
+        let hex: String = message.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, "0a0169100737f1b1cb06828e1aa5f8b9f6d424c258bca9c1d835c66f75c4fb844b5ecdbba2");
+        assert_eq!(broker.verified("i", &message), Some(&*batch));
+        assert_eq!(broker.subject("i"), "tandem.c.kv.i");
+    }
+
     #[test]
     fn credentials_file_gives_its_jwt_and_signs_with_its_seed() {
         let pair = KeyPair::new_user();

@@ -1,6 +1,7 @@
 //! The command line: its subcommands, and the settings of those that serve. A setting is taken from its flag, else from the environment,
 //! else from the file named by `--config`, else it has its default.
 
+mod help;
 mod layers;
 mod rules;
 #[cfg(test)]
@@ -11,7 +12,7 @@ use crate::bench::{RatesArgs, ReplayArgs, SimulateArgs};
 #[cfg(feature = "chat")]
 use crate::chat::ChatArgs;
 #[cfg(feature = "model")]
-use crate::model::{ModelSource, StoreArgs};
+use crate::model::{ModelSource, StoreArgs, StoreFolder};
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
 use crate::{
@@ -89,7 +90,7 @@ pub enum Command {
         command: RouteCommand,
     },
 
-    /// Measure a server under recorded load
+    /// Measure a server under recorded load, or simulate one
     #[cfg(feature = "load")]
     Bench {
         /// The subcommand of `bench`.
@@ -97,7 +98,7 @@ pub enum Command {
         command: BenchCommand,
     },
 
-    /// Chat with a model in the terminal; shows cached tokens, time to first token and tokens a second after each answer
+    /// Chat with a model in the terminal, and see how much of each prompt was cached
     #[cfg(feature = "chat")]
     Chat(ChatArgs),
 
@@ -111,14 +112,14 @@ pub enum Command {
         command: KeyCommand,
     },
 
-    /// Show a router's view of its workers, continuously in a terminal or once as text
+    /// Show the workers of a cluster and their load, continuously in a terminal or once as text
     #[cfg(feature = "top")]
     Top(TopArgs),
 
-    /// Health check of a frontend, or of another process at its --admin-listen: exit with 0 if it is ready, else with 1
+    /// Check whether a frontend, or another process at its --admin-listen, is ready; if not, exit with 1
     Ready(ReadyArgs),
 
-    /// Print a script that completes commands and flags in a shell, such as `source <(tandem completions bash)`
+    /// Print a shell's script that completes commands and flags, for `source <(tandem completions bash)`
     Completions {
         /// The shell
         shell: Shell,
@@ -130,7 +131,7 @@ pub enum Command {
         folder: PathBuf,
     },
 
-    /// Download and list models
+    /// Download, list, show and remove models
     #[cfg(feature = "model")]
     Model {
         /// The subcommand of `model`.
@@ -223,7 +224,31 @@ pub enum ModelCommand {
     List {
         /// The store.
         #[command(flatten)]
-        store: StoreArgs,
+        folder: StoreFolder,
+        /// Print JSON: an array of objects
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print what is known of a stored model: source, format, size, revision and path
+    Show {
+        /// A name that `tandem model list` prints, or the path of a stored model
+        #[arg(value_name = "NAME")]
+        name: PathBuf,
+        /// The store.
+        #[command(flatten)]
+        folder: StoreFolder,
+        /// Print JSON: an object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove a model from the store. A process that serves it keeps it until it ends
+    Rm {
+        /// A name that `tandem model list` prints, or the path of a stored model
+        #[arg(value_name = "NAME")]
+        name: PathBuf,
+        /// The store.
+        #[command(flatten)]
+        folder: StoreFolder,
     },
 }
 

@@ -15,10 +15,12 @@ pub mod key;
 pub mod model;
 pub mod ready;
 mod run;
+mod running;
 mod secrets;
 pub mod serve;
 pub mod server;
 pub mod settings;
+mod terminal;
 mod text_table;
 #[cfg(feature = "top")]
 pub mod top;

@@ -30,9 +30,10 @@ const WAIT_INTERVAL: Duration = Duration::from_secs(1);
 /// # Errors
 /// Fails with the reason if the process is not ready, or if no such process answers at the address.
 pub fn check(args: &ReadyArgs) -> Result<()> {
-    let server = args.server.open(None)?;
     let mut printed = String::new();
     loop {
+        // A cluster that starts meanwhile is found.
+        let server = args.server.open("tandem ready", None)?;
         let reason = match answer(&server) {
             Ok(HttpReply { status: 200, .. }) => return Ok(()),
             Ok(reply) => format!("not ready: {}", reply.body.trim()),

@@ -2,19 +2,19 @@
 
 #[cfg(feature = "chat")]
 use crate::chat;
+#[cfg(feature = "model")]
+use crate::model;
 #[cfg(feature = "top")]
 use crate::top;
 use crate::{
     Cluster, Process, ServedProcess, StartError, audit, cert,
     cli::{AuditCommand, Cli, Command, RouteCommand, Serve},
-    explain, key, ready,
+    explain, key, ready, running,
     serve::{self, print, printable},
     settings::CommonArgs,
 };
 #[cfg(feature = "load")]
 use crate::{bench, cli::BenchCommand};
-#[cfg(feature = "model")]
-use crate::{cli::ModelCommand, model::Store};
 use anyhow::Context;
 use std::time::Duration;
 use tandem_process::telemetry::tell;
@@ -27,7 +27,8 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
         Command::Up(up) => {
             let delay = up.role.frontend.drain_delay;
-            return run_or_print("up", *up, |role| &role.common, delay, Cluster::start);
+            let start = async |role| Cluster::start_found_in(role, &running::folders()).await;
+            return run_or_print("up", *up, |role| &role.common, delay, start);
         }
         Command::Router(router) => return run_or_print("router", *router, |role| &role.common, 0, Process::router),
         Command::PrefillWorker(worker) => {
@@ -41,18 +42,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
             return run_or_print("frontend", *frontend, |role| &role.common, delay, Process::frontend);
         }
         #[cfg(feature = "model")]
-        Command::Model { command: ModelCommand::Fetch { source, store } } => {
-            let store = Store::new(store)?;
-            let model = store.get(&source)?;
-            // The revision is stored when it is computed, so that serving processes need not compute it.
-            print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()))?;
-        }
-        #[cfg(feature = "model")]
-        Command::Model { command: ModelCommand::List { store } } => {
-            for model in Store::new(store)?.list()? {
-                print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()))?;
-            }
-        }
+        Command::Model { command } => print(&model::run(command)?)?,
         Command::Completions { shell } => print(&Cli::completions(shell))?,
         Command::Man { folder } => {
             Cli::write_man_pages(&folder).with_context(|| format!("man pages cannot be written to {}", folder.display()))?;

@@ -2,6 +2,7 @@
 
 use crate::{
     http::{self, HttpReply, REPLY_TIMEOUT, read, with_key},
+    running::{self, RunningCluster},
     serve::printable,
 };
 use anyhow::{Context, Error, Result, anyhow, ensure};
@@ -52,7 +53,7 @@ impl fmt::Display for ServerAddress {
 }
 
 impl ServerAddress {
-    /// Returns the URL to which paths such as `/v1/models` are appended.
+    /// Returns the URL, without `/v1`.
     #[cfg(feature = "load")]
     pub(crate) fn url(&self) -> &str {
         &self.base_url
@@ -70,35 +71,92 @@ impl ServerAddress {
 /// The server of a command.
 #[derive(clap::Args, Clone, Debug)]
 pub struct ServerArgs {
-    /// The server: a port of this machine, host:port, or a URL
-    #[arg(value_name = "SERVER", env = "TANDEM_FRONTEND", default_value = "127.0.0.1:8000")]
-    pub server: ServerAddress,
+    /// The server: a port of this machine, host:port, or a URL [default: the `tandem up` that you run, or else 127.0.0.1:8000]
+    #[arg(value_name = "SERVER", env = "TANDEM_FRONTEND")]
+    pub server: Option<ServerAddress>,
     /// File with the certificate of the server or of its authority, in PEM format [default: the public authorities]
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
 }
 
 impl ServerArgs {
-    /// Returns the content of the file of `--ca`, if there is one.
+    /// Returns the server, with the API key in the environment variable `key_env` if it has one. `command` is the command that needs it.
     ///
     /// # Errors
-    /// The file has no certificate.
-    #[cfg(feature = "load")]
-    pub(crate) fn authority(&self) -> Result<Option<Vec<u8>>> {
-        let Some(path) = &self.ca else { return Ok(None) };
-        certificates(path)?;
-        fs::read(path).map(Some).with_context(|| format!("--ca {} cannot be read", path.display()))
+    /// No server is named and several clusters run, or the file of `--ca` has no certificate.
+    pub(crate) fn open(&self, command: &str, key_env: Option<&str>) -> Result<HttpServer> {
+        let key = key_env.and_then(|name| std::env::var(name).ok()).filter(|key| !key.is_empty());
+        Ok(HttpServer { key, ..HttpServer::at(self.place(command)?)? })
     }
 
-    /// Returns the server, with the API key in the environment variable `key_env` if it has one.
+    /// Returns where the server is: as named, or the only running cluster of this user, or the default.
     ///
     /// # Errors
-    /// The file of `--ca` has no certificate.
-    pub(crate) fn open(&self, key_env: Option<&str>) -> Result<HttpServer> {
-        let ca = self.ca.as_deref().map_or_else(|| Ok(Vec::new()), certificates)?;
-        let key = key_env.and_then(|name| std::env::var(name).ok()).filter(|key| !key.is_empty());
-        Ok(HttpServer { address: self.server.clone(), key, ca })
+    /// No server is named and several clusters run.
+    pub(crate) fn place(&self, command: &str) -> Result<ServerPlace> {
+        let named = |address: &ServerAddress| ServerPlace { address: address.clone(), ca: self.ca.clone(), is_default: false };
+        if let Some(address) = &self.server {
+            return Ok(named(address));
+        }
+        match RunningCluster::only(&running::folders(), command)? {
+            Some(cluster) => {
+                let place = ServerPlace::of(&cluster)?;
+                Ok(ServerPlace { ca: self.ca.clone().or(place.ca), ..place })
+            }
+            None => {
+                let address = "127.0.0.1:8000".parse().expect("the address is valid");
+                Ok(ServerPlace { is_default: true, ..named(&address) })
+            }
+        }
     }
+}
+
+/// Where the server of a command is.
+pub(crate) struct ServerPlace {
+    pub(crate) address: ServerAddress,
+    /// The file with the certificates that may sign the server's one; `None`: those of the public authorities.
+    pub(crate) ca: Option<PathBuf>,
+    /// Whether the user has named no server and runs no cluster.
+    is_default: bool,
+}
+
+impl ServerPlace {
+    /// Returns where the frontend of a running cluster is.
+    ///
+    /// # Errors
+    /// The URL of the frontend cannot be used.
+    pub(crate) fn of(cluster: &RunningCluster) -> Result<Self> {
+        let url = &cluster.frontend;
+        let address = url.parse().map_err(|_| anyhow!("`tandem up` has the URL {url}, which cannot be used"))?;
+        Ok(Self { address, ca: cluster.ca.clone(), is_default: false })
+    }
+
+    /// Returns the certificates that may sign the server's one, in PEM format; `None`: those of the public authorities.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    #[cfg(feature = "load")]
+    pub(crate) fn authority(&self) -> Result<Option<Vec<u8>>> {
+        let read = |path: &PathBuf| fs::read(path).with_context(|| format!("--ca {} cannot be read", path.display()));
+        self.ca.as_ref().map(read).transpose()
+    }
+
+    /// Fails with advice if the user has named no server, runs no cluster, and nothing answers at the default address.
+    #[cfg(feature = "load")]
+    pub(crate) fn check_default(&self) -> Result<()> {
+        ensure!(!self.is_default || kind(&self.address).is_some(), nothing_runs("server", &self.address));
+        Ok(())
+    }
+}
+
+/// Returns the running cluster whose frontend or router is at this address; `None` if there is none.
+pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option<RunningCluster> {
+    let named = address.host_port();
+    let is_named = |cluster: &RunningCluster| {
+        let frontend = ServerPlace::of(cluster).map(|place| place.address.host_port());
+        cluster.router.to_string() == named || frontend.is_ok_and(|frontend| frontend == named)
+    };
+    RunningCluster::all(folders).ok()?.into_iter().find(is_named)
 }
 
 /// A server over HTTP.
@@ -107,12 +165,23 @@ pub(crate) struct HttpServer {
     key: Option<String>,
     /// The certificates that may sign the server's certificate; empty: those of the public authorities.
     ca: Vec<Certificate<'static>>,
+    /// Whether the user has named no server and runs no cluster.
+    is_default: bool,
 }
 
 impl HttpServer {
     /// Creates a server without a key, whose certificate a public authority has signed.
     pub(crate) fn new(address: ServerAddress) -> Self {
-        Self { address, key: None, ca: Vec::new() }
+        Self { address, key: None, ca: Vec::new(), is_default: false }
+    }
+
+    /// Returns the server at this place, without a key.
+    ///
+    /// # Errors
+    /// The file with the certificates has none.
+    pub(crate) fn at(ServerPlace { address, ca, is_default }: ServerPlace) -> Result<Self> {
+        let ca = ca.as_deref().map_or_else(|| Ok(Vec::new()), certificates)?;
+        Ok(Self { address, key: None, ca, is_default })
     }
 
     /// Sends a GET once, whatever the server does.
@@ -160,9 +229,15 @@ impl HttpServer {
         }
         match wrong_kind(&self.address, wanted) {
             Some(wrong) => wrong,
+            None if self.is_default => Error::new(error).context(nothing_runs("server", &self.address)),
             None => Error::new(error).context(format!("no server answers at {}; {wanted}", self.address)),
         }
     }
+}
+
+/// Returns the message for a command without a server, if its user runs no cluster and nothing answers at the default address either.
+pub(crate) fn nothing_runs(what: &str, default: &ServerAddress) -> String {
+    format!("you run no cluster, and no {what} answers at {default}; start one with: tandem up")
 }
 
 /// The header of a reply of a server that is starting: what it does.

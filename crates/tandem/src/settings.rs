@@ -28,7 +28,7 @@ pub use events::NatsArgs;
 pub(crate) use external::EngineLimits;
 pub use external::{ExternalArgs, KvConnector};
 pub use frontend::{ExtraModel, FrontendArgs};
-pub use key::{KeyArgs, KeyFileError};
+pub use key::{KeyArgs, KeyFileError, KeySource};
 pub use limits::{HostArgs, LimitArgs};
 pub use model::{EngineKind, ModelArgs};
 pub use parsers::{ForModel, ParserArgs};

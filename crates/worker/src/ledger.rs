@@ -37,9 +37,9 @@ pub enum Outcome {
     Failed,
 }
 
-/// A line of the ledger.
+/// A line of the ledger. Readers skip fields that they do not know.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "line", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(tag = "line", rename_all = "snake_case")]
 pub enum LedgerLine {
     /// A line that is written when a prompt's prefill begins.
     Scheduled {

@@ -4,6 +4,7 @@ use super::{placement::Placement, prompt::Prompt};
 use std::{collections::VecDeque, time::Duration};
 use tandem_proto::{
     channel::{Channel, Channels, MESSAGE_BYTES_MAX, has_ended, status_text},
+    unknown_message,
     v1::{
         AttemptFailed, DecodeStarted, FailureReason, FinishRequest, GenerateReply, GenerateRequest, ResumedSample, Scheduled,
         WorkerRef, decode_client::DecodeClient, generate_reply::Message, worker_info::Role,
@@ -268,8 +269,7 @@ async fn next_message(replies: &mut Streaming<GenerateReply>, instance_id: &str)
                 return Err(AttemptError { instance_id, reason, message: failure.message });
             }
             Some(message) => return Ok(message),
-            // This version does not know the message. A later version has added it, so it is skipped.
-            None => {}
+            None => unknown_message("Generate"),
         }
     }
 }

@@ -4,6 +4,7 @@ use super::{error::DispatchError, placement::Placement};
 use std::{sync::Arc, time::Duration};
 use tandem_proto::{
     channel::Channel,
+    unknown_message,
     v1::{
         FailureReason, RoutePrompt, RouteReply, RouteRequest, route_reply, route_request::Message, router_client::RouterClient,
     },
@@ -73,7 +74,10 @@ impl RouterStream {
                     self.draining = true;
                     continue;
                 }
-                None => Err(DispatchError::RouterClosed),
+                None => {
+                    unknown_message("Route");
+                    continue;
+                }
             };
         }
     }

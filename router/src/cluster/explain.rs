@@ -21,7 +21,7 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
         alone: costs.local.map(cost),
         transfer_family: member.info.transfer_family.clone(),
         unpaired_reason: members.unpaired_reason(member),
-        approximate_index: member.info.approximate_index,
+        approximate_index: members.has_approximate_index(member),
     });
     let (placement, explanation) = match choice {
         Ok(choice) => {

@@ -321,6 +321,11 @@ impl ClusterMembers {
         self.index.blocks(member.slot)
     }
 
+    /// Whether the member's index is approximate: its engine publishes no KV events, or has layers whose rule for reuse is unknown.
+    pub(super) fn has_approximate_index(&self, member: &Member) -> bool {
+        member.info.approximate_index || self.index.has_first(member.slot, SequenceHash::UNFOLLOWED_LAYERS)
+    }
+
     /// Returns the members that serve the model, in the order in which they joined.
     pub(super) fn of_model<'a>(&'a self, model: &str) -> impl Iterator<Item = &'a Member> {
         // Equal names are usually one shared copy, so the addresses are compared before the texts.

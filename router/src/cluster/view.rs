@@ -75,7 +75,7 @@ impl ClusterState {
     pub(crate) fn view(&self) -> v1::WorkersReply {
         let now = self.members.now();
         let workers = self.members.values().map(|member| v1::WorkerView {
-            info: Some(member.info.clone()),
+            info: Some(WorkerInfo { approximate_index: self.members.has_approximate_index(member), ..member.info.clone() }),
             address: member.address.clone(),
             indexed_blocks: self.members.indexed_blocks(member),
             bookings: member.bookings.count,

@@ -55,6 +55,11 @@ impl VisibleRows {
         self.visible[word] = Visible { rows: set, in_order };
     }
 
+    fn is_visible(&self, row: u32) -> bool {
+        let (word, bit) = place(row);
+        self.visible.get(word).is_some_and(|word| word.rows & bit != 0)
+    }
+
     /// Returns the slot of the worker that has this row.
     #[inline]
     fn slot(&self, row: u32) -> usize {
@@ -182,7 +187,8 @@ impl<'a> LookupState<'a> {
 }
 
 impl PrefixIndex {
-    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached.
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached and can reuse: up to its last reuse point, if the
+    /// worker has reported [`SequenceHash::REUSE_POINTS`].
     ///
     /// If a worker's cache changes during the call, the returned number was right at some time during the call.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
@@ -192,7 +198,49 @@ impl PrefixIndex {
         let view = self.view.read();
         let mut answer = LookupState::new(&view);
         let end = self.walk(hashes, |holders, from, common| answer.visit(holders, from, common));
-        answer.finish(end)
+        let mut leading = answer.finish(end);
+        self.limit_to_reuse_points(hashes, &view, &mut leading);
+        leading
+    }
+
+    /// Whether the worker has reported this block, which begins prompts.
+    pub fn has_first(&self, worker: WorkerSlot, block: SequenceHash) -> bool {
+        let view = self.view.read();
+        let holds = |holders: &Holders| {
+            holders.to_vec().into_iter().any(|(row, _)| view.is_visible(row) && view.slot(row) == worker.0 as usize)
+        };
+        self.with_holders(block, holds).unwrap_or(false)
+    }
+
+    /// Lowers the numbers of leading blocks of hybrid models to their last reuse points.
+    fn limit_to_reuse_points(&self, hashes: &[SequenceHash], view: &VisibleRows, leading: &mut [u32]) {
+        let hybrid = |holders: &Holders| -> Vec<u32> {
+            holders.to_vec().into_iter().map(|(row, _)| row).filter(|row| view.is_visible(*row)).collect()
+        };
+        let Some(mut open) = self.with_holders(SequenceHash::REUSE_POINTS, hybrid) else { return };
+        let mut blocks = open.iter().map(|row| leading[view.slot(*row)]).max().unwrap_or(0);
+        while blocks > 0 && !open.is_empty() {
+            let settle = |holders: &Holders| {
+                open.retain(|row| {
+                    let leading = &mut leading[view.slot(*row)];
+                    let is_last = *leading >= blocks && holders.get(*row) > 0;
+                    *leading = if is_last { blocks } else { *leading };
+                    !is_last
+                });
+            };
+            self.with_holders(hashes[blocks as usize - 1].reuse_point(), settle);
+            blocks -= 1;
+        }
+        open.iter().for_each(|row| leading[view.slot(*row)] = 0);
+    }
+
+    /// Calls `read` with the holders of a block that begins prompts; returns `None` if there are none.
+    fn with_holders<T>(&self, block: SequenceHash, read: impl FnOnce(&Holders) -> T) -> Option<T> {
+        let mixed = self.mix(block);
+        // `read_recursive`, because this thread may already hold the read lock of the same shard.
+        let shard = self.shards[shard_of(mixed)].read_recursive();
+        let run = shard.run(shard.begun_by(mixed, block)?);
+        Some(read(&run.holders))
     }
 
     /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and the number of the

@@ -414,3 +414,41 @@ fn overlap_found_during_changes_was_right_at_some_time() {
     });
     index.check_invariants();
 }
+
+proptest! {
+    #[test]
+    fn hybrid_workers_reuse_a_prompt_up_to_their_last_reuse_point(
+        caches in vec((any::<bool>(), 0_usize..40, vec(1_usize..=40, 0..5)), 1..8),
+        asked in 0_usize..40,
+    ) {
+        let (index, prompt) = (PrefixIndex::new(5), (1..=40).map(SequenceHash).collect::<Vec<_>>());
+        let chain = |sequence_hashes: &[SequenceHash]| {
+            Change::Stored(StoredChain { parent: None, sequence_hashes: sequence_hashes.to_vec() })
+        };
+        let mut expected = Vec::new();
+        for (is_hybrid, cached, points) in &caches {
+            let worker = index.add_worker();
+            index.apply(worker, &chain(&prompt[..*cached]));
+            if *is_hybrid {
+                index.apply(worker, &chain(&[SequenceHash::REUSE_POINTS]));
+            }
+            for point in points {
+                index.apply(worker, &chain(&[prompt[point - 1].reuse_point()]));
+            }
+            let leading = asked.min(*cached);
+            let reusable = points.iter().copied().filter(|point| *point <= leading).max().unwrap_or(0);
+            expected.push(if *is_hybrid { reusable } else { leading } as u32);
+            prop_assert_eq!(index.has_first(worker, SequenceHash::REUSE_POINTS), *is_hybrid);
+        }
+        prop_assert_eq!(index.overlap(&prompt[..asked]), expected);
+        // A removed point no longer counts, nor do those of a worker that has left.
+        for (slot, (_, _, points)) in caches.iter().enumerate() {
+            let removed: Vec<_> = points.iter().map(|point| prompt[point - 1].reuse_point()).collect();
+            index.apply(WorkerSlot(slot as u32), &Change::Removed(removed));
+        }
+        let left: Vec<_> = index.overlap(&prompt[..asked]);
+        for (slot, (is_hybrid, cached, _)) in caches.iter().enumerate() {
+            prop_assert_eq!(left[slot] as usize, if *is_hybrid { 0 } else { asked.min(*cached) });
+        }
+    }
+}

@@ -350,8 +350,11 @@ impl Route {
         }
     }
 
+    /// Sends the message, after one of a kind that only a later version's frontend sends, and that the router skips.
     pub fn send(&self, message: route_request::Message) {
-        self.requests.send(RouteRequest { message: Some(message) }).expect("the stream is open");
+        for message in [None, Some(message)] {
+            self.requests.send(RouteRequest { message }).expect("the stream is open");
+        }
     }
 
     pub fn failed(&self, instance_id: &str) {

@@ -65,6 +65,7 @@ impl Cache {
                 medium: Medium::Device,
                 group: Some(0),
                 kind: Some("full_attention".to_owned()),
+                window_tokens: None,
                 session: None,
             })
         };

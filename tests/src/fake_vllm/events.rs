@@ -318,6 +318,7 @@ fn event(event: &EngineEvent) -> Value {
             medium,
             group,
             kind,
+            window_tokens,
             session,
         }) => map(vec![
             ("type", Some("BlockStored".into())),
@@ -331,6 +332,7 @@ fn event(event: &EngineEvent) -> Value {
             ("extra_keys", (!extra_keys.is_empty()).then(|| list(extra_keys, |of| keys(lora.as_deref(), of)))),
             ("group_idx", group.map(Into::into)),
             ("kv_cache_spec_kind", kind.as_deref().map(Into::into)),
+            ("kv_cache_spec_sliding_window", window_tokens.map(Into::into)),
             ("session_id", session.as_deref().map(Into::into)),
         ]),
         EngineEvent::Removed(BlocksRemoved { hashes, medium, group }) => map(vec![
@@ -398,7 +400,8 @@ mod tests {
             extra_keys: vec![ExtraKeys::Text("salt".to_owned()), ExtraKeys::None],
             medium: Medium::Device,
             group: Some(0),
-            kind: None,
+            kind: Some("sliding_window".to_owned()),
+            window_tokens: Some(64),
             session: None,
         });
         assert_eq!(decode(&encode(0.0, std::slice::from_ref(&event), 3)).unwrap().events, [event]);

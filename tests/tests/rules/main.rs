@@ -7,4 +7,5 @@ mod engines_page;
 mod glossary;
 mod security;
 mod tasks;
+mod versions;
 mod weight;

@@ -99,6 +99,8 @@ impl Prefill for RelayService {
                     // Sending fails if the test has ended.
                     let _ = held_tickets.send(HeldTicket { ticket: ticket.clone(), _hold: hold });
                     let _ = released.await;
+                    // A decode worker of a later version sends a kind of message that the prefill worker does not know, and skips.
+                    let _ = passed.send(PrefillRequest { message: None }).await;
                 }
                 if passed.send(message).await.is_err() {
                     break;

@@ -66,6 +66,10 @@ impl MirrorBlocks {
         }
     }
 
+    pub fn holds(&self, hash: SequenceHash) -> bool {
+        self.held.contains_key(&hash)
+    }
+
     pub fn clear(&mut self) {
         self.held.clear();
         self.children.clear();

@@ -56,6 +56,7 @@ fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
         medium: Medium::Device,
         group: Some(0),
         kind: Some("full_attention".to_owned()),
+        window_tokens: None,
         session: None,
     }
 }
@@ -185,7 +186,11 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
             count(|unroutable| unroutable.extra_keys = 1),
         ),
         (BlocksStored { parent: Some(number(7)), ..first() }, 0, count(|unroutable| unroutable.parent = 2)),
-        (BlocksStored { kind: Some("sliding_window".to_owned()), ..first() }, 0, count(|unroutable| unroutable.group = 2)),
+        (
+            BlocksStored { kind: Some("chunked_local_attention".to_owned()), ..first() },
+            0,
+            count(|unroutable| unroutable.group = 2),
+        ),
         (BlocksStored { medium: Medium::Elsewhere, ..first() }, 0, count(|unroutable| unroutable.elsewhere = 2)),
         (BlocksStored { block_size: BLOCK as u32, ..first() }, 0, count(|unroutable| unroutable.block_size = 2)),
         (BlocksStored { tokens: tokens(1, 1), ..first() }, 0, count(|unroutable| unroutable.block_size = 2)),
@@ -207,19 +212,29 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
     }
 }
 
+fn of_group(group: u32, kind: &str, blocks: BlocksStored) -> EngineEvent {
+    EngineEvent::Stored(BlocksStored { group: Some(group), kind: Some(kind.to_owned()), ..blocks })
+}
+
+fn reports(mirror: &Mirror, hash: SequenceHash) -> bool {
+    mirror.snapshot().stored.iter().any(|chain| chain.sequence_hashes.contains(&hash))
+}
+
 #[test]
-fn only_one_full_attention_group_is_mirrored_and_ignored_kinds_are_listed() {
+fn layers_without_a_rule_are_ignored_listed_and_reported() {
     let mut mirror = mirror();
-    let of_group = |group, kind: &str| {
-        EngineEvent::Stored(BlocksStored { group: Some(group), kind: Some(kind.to_owned()), ..first_blocks(&[1], tokens(1, 1)) })
-    };
-    mirror.apply(&[of_group(0, "mamba"), of_group(1, "mla_attention"), of_group(2, "full_attention"), removed(1)]);
-    assert_eq!((mirror.cached_blocks(), mirror.unroutable().group), (K, 2));
-    assert_eq!(mirror.ignored_kinds().iter().collect::<Vec<_>>(), ["mamba"]);
-    mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes: vec![number(1)], medium: Medium::Device, group: Some(1) })]);
+    let chunked = |group| of_group(group, "chunked_local_attention", first_blocks(&[1], tokens(1, 1)));
+    mirror.apply(&[of_group(1, "mla_attention", first_blocks(&[1], tokens(1, 1)))]);
+    assert!(!reports(&mirror, SequenceHash::UNFOLLOWED_LAYERS));
+    mirror.apply(&[chunked(0)]);
+    assert_eq!((mirror.cached_blocks(), mirror.unroutable().group), (K, 1));
+    assert_eq!(mirror.ignored_kinds().iter().collect::<Vec<_>>(), ["chunked_local_attention"]);
+    assert!(reports(&mirror, SequenceHash::UNFOLLOWED_LAYERS));
+    mirror.apply(&[EngineEvent::Cleared]);
     assert_eq!(mirror.cached_blocks(), 0);
+    assert!(reports(&mirror, SequenceHash::UNFOLLOWED_LAYERS), "the layers are still not followed");
     for kind in 0..100 {
-        mirror.apply(&[of_group(0, &format!("kind {kind}"))]);
+        mirror.apply(&[of_group(0, &format!("kind {kind}"), first_blocks(&[1], tokens(1, 1)))]);
     }
     assert_eq!(mirror.ignored_kinds().len(), IGNORED_KINDS_MAX);
 }
@@ -230,10 +245,10 @@ fn blocks_beyond_the_mirrors_capacity_are_not_mirrored() {
     mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3, 4], tokens(1, 4)))]);
     assert_eq!((mirror.cached_blocks(), mirror.unroutable().excess, mirror.unroutable().parent), (2 * K, 1, 1));
     let device_blocks = mirror.settings.device_blocks as usize;
-    assert_eq!(mirror.cached_blocks_max() as usize, device_blocks.max(2 * K));
+    assert_eq!(mirror.cached_blocks_max() as usize, device_blocks.max(2 * (K + 1) + 2));
     assert_eq!(
         mirror_with(|settings| settings.engine_blocks_max = device_blocks).cached_blocks_max() as usize,
-        K * device_blocks
+        (K + 1) * device_blocks + 2
     );
 }
 
@@ -480,3 +495,5 @@ proptest! {
         }
     }
 }
+
+mod hybrid;

@@ -138,8 +138,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let (model, loras) = (model_description(&served), served.loras.clone());
     let client = Arc::new(client.with_models(served));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
-    // vLLM never stores KV in its first block.
-    let capacity_blocks = constants.blocks.saturating_sub(1).saturating_mul(constants.block_size / block_size.max(1));
+    let capacity_blocks = u32::try_from(constants.capacity_tokens() / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
     let subscription = match constants.prefix_caching {
         true => subscribe(&settings.events, &client, rank, &host).await?,
         false => None,
@@ -253,7 +252,7 @@ async fn follow_events(shared: Arc<AdapterState>, subscription: Option<Subscript
                 let kinds = mirror.ignored_kinds();
                 if kinds.len() > ignored {
                     ignored = kinds.len();
-                    tracing::warn!(?kinds, "the engine has layers without full attention; their cached blocks are ignored");
+                    tracing::warn!(?kinds, "the engine has layers whose rule for reuse is unknown; their cached blocks are ignored, so more cached tokens may be predicted than the engine finds");
                 }
             }),
             Some(MirrorUpdate::Lost(reason)) => {

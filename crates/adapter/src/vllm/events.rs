@@ -177,6 +177,7 @@ fn stored(fields: Fields<'_>) -> Result<BlocksStored, MalformedBatch> {
         medium,
         group: fields.optional("group_idx", 9, number)?,
         kind: fields.optional("kv_cache_spec_kind", 10, text)?.map(str::to_owned),
+        window_tokens: fields.optional("kv_cache_spec_sliding_window", 11, number)?,
         session: fields.optional("session_id", 14, text)?.map(str::to_owned),
     })
 }

@@ -5,6 +5,9 @@ pub(super) struct EngineConstants {
     pub block_size: u32,
     /// The number of blocks in the device's memory. vLLM never uses the first block.
     pub blocks: u32,
+    /// The number of tokens that fit into the device's memory, if the engine reports it. The groups of layers of a hybrid model share the blocks,
+    /// so that fewer tokens fit than `blocks` suggests.
+    pub tokens: Option<u64>,
     /// Whether the engine reuses the KV of prompts with equal prefixes.
     pub prefix_caching: bool,
     /// The data type of the cached KV.
@@ -21,15 +24,17 @@ impl EngineConstants {
         Some(Self {
             block_size: label(labels, "block_size")?.parse().ok().filter(|size| *size > 0)?,
             blocks: label(labels, "num_gpu_blocks")?.parse().ok()?,
+            tokens: label(labels, "kv_cache_size_tokens").and_then(|tokens| tokens.parse().ok()),
             prefix_caching: label(labels, "enable_prefix_caching").is_none_or(|value| value == "True"),
             cache_dtype: label(labels, "cache_dtype").unwrap_or("auto").to_owned(),
             started: started(metrics).unwrap_or(0.0),
         })
     }
 
-    /// Returns the number of blocks that the engine can use: all except the first.
-    pub fn usable_blocks(&self) -> u64 {
-        u64::from(self.blocks.saturating_sub(1))
+    /// Returns the number of tokens that fit into the engine's blocks: all except the first.
+    pub fn capacity_tokens(&self) -> u64 {
+        let of_blocks = u64::from(self.blocks.saturating_sub(1)) * u64::from(self.block_size);
+        self.tokens.map_or(of_blocks, |tokens| tokens.min(of_blocks))
     }
 }
 
@@ -40,7 +45,7 @@ pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
     ranks.sort_unstable();
     ranks.dedup();
     let constants = ranks.into_iter().filter_map(|rank| Some((rank, EngineConstants::parse(metrics, rank)?)));
-    constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
+    constants.map(|(rank, constants)| (rank, constants.capacity_tokens())).collect()
 }
 
 pub(super) fn started(metrics: &str) -> Option<f64> {
@@ -75,7 +80,7 @@ mod tests {
 process_start_time_seconds 1.79538511919e+09
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{_block_size_resolved="True",block_size="32",cache_dtype="auto",effective_attention_block_size="16",enable_prefix_caching="True",engine="0",kv_cache_dtype_skip_layers="[]",num_gpu_blocks="256"} 1.0
-vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching="False",engine="1",num_gpu_blocks="200"} 1.0
+vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching="False",engine="1",kv_cache_size_tokens="1522",num_gpu_blocks="200"} 1.0
 "#;
 
     #[test]
@@ -84,6 +89,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
         let expected = EngineConstants {
             block_size: 32,
             blocks: 256,
+            tokens: None,
             prefix_caching: true,
             cache_dtype: "auto".to_owned(),
             started: 1_795_385_119.19,
@@ -92,7 +98,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
         let second = EngineConstants::parse(METRICS, 1).expect("the page has the metrics of rank 1");
         assert_eq!((second.blocks, second.prefix_caching), (200, false));
         assert_eq!(EngineConstants::parse(METRICS, 2), None);
-        assert_eq!(ranks(METRICS), [(0, 255 * 32), (1, 199 * 32)]);
+        assert_eq!(ranks(METRICS), [(0, 255 * 32), (1, 1522)]);
         assert_eq!(ranks(""), []);
         assert_eq!(EngineConstants::parse("", 0), None);
     }

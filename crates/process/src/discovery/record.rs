@@ -197,6 +197,18 @@ mod tests {
         assert!(!read(&MemberRecord { address: "attacker:1".to_owned(), ..signed }, &at, &key));
     }
 
+    /// Computed with Python's `hmac`: HMAC-SHA256 over each part after its length (8 bytes, little endian), with the key of
+    /// "tandem/1/registration". Processes of earlier versions sign and check the same bytes.
+    #[test]
+    fn signature_equals_the_reference_value() {
+        let key = ClusterKey::new(b"0123456789abcdef0123456789abcdef").expect("the secret is long enough");
+        let expected = [
+            94, 245, 198, 170, 1, 167, 75, 72, 235, 4, 72, 175, 128, 242, 240, 193, 155, 61, 183, 122, 70, 253, 165, 201, 194,
+            103, 59, 207, 12, 159, 41, 252,
+        ];
+        assert_eq!(record().signed("c", &key).signature, expected);
+    }
+
     #[test]
     fn unknown_fields_are_ignored_and_invalid_records_refused() {
         let later = br#"{"role":"router","address":"h:1","shoe_size":[44]}"#;

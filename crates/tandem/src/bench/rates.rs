@@ -41,6 +41,8 @@ pub struct RatesArgs {
 /// # Errors
 /// The server cannot be measured.
 pub fn run(args: &RatesArgs) -> Result<()> {
+    let place = args.server.place("tandem bench rates")?;
+    place.check_default()?;
     let mut headers = HeaderMap::new();
     if let Some(key) = std::env::var(&args.key_env).ok().filter(|key| !key.is_empty()) {
         let value =
@@ -48,8 +50,8 @@ pub fn run(args: &RatesArgs) -> Result<()> {
         headers.insert(AUTHORIZATION, value);
     }
     let settings = RateSettings {
-        url: args.server.server.url().to_owned(),
-        authority: args.server.authority()?,
+        url: place.address.url().to_owned(),
+        ca: place.authority()?,
         model: args.model.clone(),
         headers,
         prompt_tokens_max: args.prompt_tokens_max.into(),

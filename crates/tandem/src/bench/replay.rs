@@ -4,6 +4,7 @@ use super::{ReportArgs, SloArgs, positive, progress::Bar};
 use crate::{
     files,
     serve::{self, Signals},
+    server::{ServerArgs, ServerPlace},
 };
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
@@ -67,9 +68,8 @@ struct SourceArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Server")]
 struct ReplayServerArgs {
-    /// Address of a server with OpenAI's API, with or without /v1
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
-    url: String,
+    #[command(flatten)]
+    server: ServerArgs,
     /// Id of the requested model [default: the first one in the server's /v1/models]
     #[arg(long, value_name = "ID")]
     model: Option<String>,
@@ -152,7 +152,8 @@ impl ReplayArgs {
         TraceSettings { format, limit: self.source.limit, block_tokens: self.source.block_tokens }
     }
 
-    fn settings(&self) -> Result<Settings> {
+    /// Returns the settings of a replay against the server at this place.
+    fn settings(&self, place: &ServerPlace) -> Result<Settings> {
         let Self { source, server, pace, requests, slo, .. } = self;
         let mut headers: HeaderMap = server.headers.iter().cloned().collect();
         if let Some(name) = &server.key_env {
@@ -173,7 +174,8 @@ impl ReplayArgs {
             PromptName::Ids => PromptKind::Ids { vocabulary: source.vocabulary },
         };
         Ok(Settings {
-            url: server.url.clone(),
+            url: place.address.url().to_owned(),
+            ca: place.authority()?,
             model: server.model.clone(),
             headers,
             pace: sent,
@@ -198,9 +200,11 @@ impl ReplayArgs {
 /// # Errors
 /// The trace cannot be read, the server cannot be measured, no request was answered, or a report cannot be written.
 pub fn run(args: ReplayArgs) -> Result<()> {
-    let settings = args.settings()?;
+    let place = args.server.server.place("tandem bench replay TRACE")?;
+    let settings = args.settings(&place)?;
     args.report.check()?;
     let trace = Trace::open(&args.trace, args.trace_settings())?;
+    place.check_default()?;
     files::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     let report = runtime.block_on(replay(&trace, settings));

@@ -5,6 +5,10 @@ use rustyline::{DefaultEditor, error::ReadlineError};
 use std::io::{IsTerminal, Lines, StdinLock, stdin, stdout};
 
 const PROMPT: &str = "> ";
+/// The prompt within a message of several lines.
+const NEXT_PROMPT: &str = ". ";
+/// What begins and ends a message of several lines.
+const QUOTES: &str = "\"\"\"";
 
 /// The source of the user's messages.
 pub(super) enum UserInput {
@@ -13,8 +17,12 @@ pub(super) enum UserInput {
 }
 
 /// What the user has entered.
+#[derive(Debug, PartialEq)]
 pub(super) enum EnteredLine {
+    /// A line, which may be a command.
     Text(String),
+    /// The lines of a message between quotes, which is no command.
+    Quoted(String),
     /// The user has pressed Ctrl-C.
     Interrupted,
     /// The end of the input, or Ctrl-D.
@@ -34,10 +42,15 @@ impl UserInput {
         matches!(self, Self::Terminal(_))
     }
 
-    /// Returns the next line. Blocks.
+    /// Returns the next line or quoted message. Blocks.
     pub(super) fn next(&mut self) -> Result<EnteredLine> {
+        let entered = self.line(PROMPT)?;
+        with_quoted_lines(entered, || self.line(NEXT_PROMPT))
+    }
+
+    fn line(&mut self, prompt: &str) -> Result<EnteredLine> {
         match self {
-            Self::Terminal(editor) => match editor.readline(PROMPT) {
+            Self::Terminal(editor) => match editor.readline(prompt) {
                 Ok(text) => {
                     editor.add_history_entry(&text).context("the line cannot be added to the input history")?;
                     Ok(EnteredLine::Text(text))
@@ -51,5 +64,53 @@ impl UserInput {
                 None => Ok(EnteredLine::End),
             },
         }
+    }
+}
+
+/// Returns the message that begins with this line, if that begins with quotes, or else the line. The end of the input ends the message, and Ctrl-C
+/// drops it.
+fn with_quoted_lines(entered: EnteredLine, mut next: impl FnMut() -> Result<EnteredLine>) -> Result<EnteredLine> {
+    let EnteredLine::Text(line) = &entered else { return Ok(entered) };
+    let Some(begun) = line.trim_start().strip_prefix(QUOTES) else { return Ok(entered) };
+    let mut text = begun.to_owned();
+    while !text.trim_end().ends_with(QUOTES) {
+        match next()? {
+            EnteredLine::Text(line) => {
+                text.push('\n');
+                text.push_str(&line);
+            }
+            EnteredLine::End => return Ok(EnteredLine::Quoted(text.trim_matches('\n').to_owned())),
+            other => return Ok(other),
+        }
+    }
+    let text = text.trim_end().strip_suffix(QUOTES).unwrap_or_default();
+    Ok(EnteredLine::Quoted(text.trim_matches('\n').to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entered(lines: &[&str]) -> EnteredLine {
+        let mut lines = lines.iter().map(|line| EnteredLine::Text((*line).to_owned()));
+        let first = lines.next().expect("there is a line");
+        with_quoted_lines(first, || Ok(lines.next().unwrap_or(EnteredLine::End))).expect("the lines can be read")
+    }
+
+    #[test]
+    fn lines_between_quotes_are_one_message() {
+        let quoted = |text: &str| EnteredLine::Quoted(text.to_owned());
+        for (lines, expected) in [
+            (&["hello", "\"\"\""][..], EnteredLine::Text("hello".to_owned())),
+            (&["\"\"\"", "one", "", "/clear", "\"\"\"", "next"], quoted("one\n\n/clear")),
+            (&["\"\"\"one", "two\"\"\" "], quoted("one\ntwo")),
+            (&["\"\"\"one\"\"\""], quoted("one")),
+            (&["\"\"\"", "never ended"], quoted("never ended")),
+        ] {
+            assert_eq!(entered(lines), expected, "{lines:?}");
+        }
+        let first = EnteredLine::Text("\"\"\"one".to_owned());
+        let dropped = with_quoted_lines(first, || Ok(EnteredLine::Interrupted)).expect("the lines can be read");
+        assert_eq!(dropped, EnteredLine::Interrupted);
     }
 }

@@ -1,18 +1,24 @@
 //! `tandem chat`: a conversation with a model in the terminal, over any server with OpenAI's API.
 
 mod answer;
+mod command;
+mod format;
 mod input;
 
 use crate::{
+    model::DEFAULT_MODEL_ID,
     serve::printable,
     server::{HttpServer, KEY_VARIABLE, ServerAddress, ServerArgs, wrong_kind},
+    terminal,
 };
 use answer::{AnswerSummary, Answers, ChatPiece};
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use command::{ChatCommand, HELP, temperature};
+use format::TerminalAnswer;
 use input::{EnteredLine, UserInput};
 use serde_json::{Value, json};
 use std::{
-    io::{IsTerminal, Write, stdout},
+    io::{Write, stdout},
     sync::Arc,
 };
 use tandem_process::retry::error_chain;
@@ -32,12 +38,17 @@ pub struct ChatArgs {
     /// The maximum number of tokens of an answer [default: what the server allows]
     #[arg(long, value_name = "N")]
     max_tokens: Option<u32>,
+    /// How random answers are, from 0 to 2 [default: what the server does; 0.2 with SmolLM2-135M-Instruct, which is too small to keep to the
+    /// point otherwise]
+    #[arg(long, value_name = "X", value_parser = temperature)]
+    temperature: Option<f64>,
     /// Name of the environment variable that has the API key, for a server that needs one
     #[arg(long, value_name = "NAME", default_value = KEY_VARIABLE)]
     key_env: String,
 }
 
-const HELP: &str = "/clear  begins another conversation\n/quit   ends the program, as Ctrl-D does\nCtrl-C  ends the answer that is being written\n";
+/// The temperature of the default model of `tandem up`. At 1, which is usual, a model of this size loses the thread within a sentence.
+const DEFAULT_MODEL_TEMPERATURE: f64 = 0.2;
 
 pub(super) const WANTED: &str =
     "`tandem chat` needs a frontend, or another server with OpenAI's API; `tandem up` starts one at 127.0.0.1:8000";
@@ -47,6 +58,7 @@ struct ChatSession {
     args: ChatArgs,
     server: Arc<HttpServer>,
     model: String,
+    temperature: Option<f64>,
     messages: Vec<Value>,
 }
 
@@ -55,14 +67,15 @@ struct ChatSession {
 /// # Errors
 /// The server cannot be reached, refuses the key or lists no model; without a terminal, also if it refuses a message.
 pub fn run(args: ChatArgs) -> Result<()> {
-    let server = Arc::new(args.server.open(Some(&args.key_env))?);
+    let server = Arc::new(args.server.open("tandem chat", Some(&args.key_env))?);
     let model = match &args.model {
         Some(model) => model.clone(),
         None => first_model(&server, &args.key_env)?,
     };
+    let system = args.system.clone().unwrap_or_default();
     let mut input = UserInput::open()?;
-    let mut chat = ChatSession { args, server, model, messages: Vec::new() };
-    chat.clear();
+    let mut chat = ChatSession { temperature: args.temperature, args, server, model, messages: Vec::new() };
+    chat.set_system(&system);
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
     let is_terminal = input.is_terminal();
@@ -71,28 +84,28 @@ pub fn run(args: ChatArgs) -> Result<()> {
     }
     let done = runtime.block_on(async {
         loop {
-            let message = match input.next()? {
+            let entered = input.next()?;
+            let (message, command) = match &entered {
                 EnteredLine::End => return Ok(()),
                 EnteredLine::Interrupted => {
                     show("/quit or Ctrl-D ends the program\n")?;
                     continue;
                 }
-                EnteredLine::Text(text) => text,
+                EnteredLine::Text(text) => (text.clone(), ChatCommand::of(text)),
+                EnteredLine::Quoted(text) => (text.clone(), ChatCommand::Message),
             };
-            match message.trim() {
-                "" => continue,
-                "/quit" | "/exit" => return Ok(()),
-                "/clear" => chat.clear(),
-                "/help" => show(HELP)?,
-                command if command.starts_with('/') && !command.contains(' ') && is_terminal => {
-                    show(&format!("there is no command {command}\n{HELP}"))?;
-                }
-                _ => match chat.answer(message, is_terminal).await {
-                    Ok(()) => {}
-                    // In a terminal, the user may send another message.
-                    Err(error) if is_terminal => show(&(error_chain(error.as_ref()) + "\n"))?,
-                    Err(error) => return Err(error),
-                },
+            let done = match command {
+                ChatCommand::Quit => return Ok(()),
+                ChatCommand::Message if message.trim().is_empty() => Ok(()),
+                ChatCommand::Message => chat.answer(message, is_terminal).await,
+                // Without a terminal, such a line is a message.
+                ChatCommand::Wrong(_) if !is_terminal => chat.answer(message, is_terminal).await,
+                command => chat.obey(command),
+            };
+            match done {
+                // In a terminal, the user may send another message.
+                Err(error) if is_terminal => show(&(error_chain(error.as_ref()) + "\n"))?,
+                done => done?,
             }
         }
     });
@@ -102,21 +115,68 @@ pub fn run(args: ChatArgs) -> Result<()> {
 }
 
 impl ChatSession {
-    fn clear(&mut self) {
-        self.messages = self.args.system.iter().map(|text| json!({ "role": "system", "content": text })).collect();
+    /// Runs a command of the user other than `/quit`.
+    fn obey(&mut self, command: ChatCommand<'_>) -> Result<()> {
+        match command {
+            ChatCommand::Clear => {
+                self.messages.retain(|message| message["role"] == "system");
+                Ok(())
+            }
+            ChatCommand::System(text) => {
+                self.set_system(text);
+                Ok(())
+            }
+            ChatCommand::Temperature(value) => {
+                self.temperature = Some(value);
+                Ok(())
+            }
+            ChatCommand::Model(name) => self.set_model(name),
+            ChatCommand::Wrong(problem) => show(&format!("{problem}\n{HELP}")),
+            ChatCommand::Help | ChatCommand::Quit | ChatCommand::Message => show(HELP),
+        }
     }
 
-    /// Sends the conversation with this message, and prints the answer as it arrives. Ctrl-C ends the answer: what has arrived stays in the
-    /// conversation.
-    async fn answer(&mut self, message: String, is_terminal: bool) -> Result<()> {
-        self.messages.push(json!({ "role": "user", "content": message }));
+    /// Sets the system message; an empty one is removed. The messages after it stay.
+    fn set_system(&mut self, text: &str) {
+        self.messages.retain(|message| message["role"] != "system");
+        if !text.is_empty() {
+            self.messages.insert(0, json!({ "role": "system", "content": text }));
+        }
+    }
+
+    /// Continues with this model, or lists the models if `name` is empty.
+    fn set_model(&mut self, name: &str) -> Result<()> {
+        let models = models(&self.server, &self.args.key_env)?;
+        if name.is_empty() {
+            let line = |model: &String| format!("{}{model}\n", if *model == self.model { "* " } else { "  " });
+            return show(&models.iter().map(line).collect::<String>());
+        }
+        ensure!(models.iter().any(|model| model == name), "there is no model {name}; the server has {}", models.join(", "));
+        name.clone_into(&mut self.model);
+        Ok(())
+    }
+
+    /// Returns the body of the request for the next answer.
+    fn request(&self) -> Value {
         let mut body = json!({
             "model": self.model, "messages": self.messages, "stream": true, "stream_options": { "include_usage": true },
         });
         if let Some(max_tokens) = self.args.max_tokens {
             body["max_tokens"] = max_tokens.into();
         }
-        let mut answers = Answers::request(Arc::clone(&self.server), &self.args.key_env, &body);
+        let default = (self.model == DEFAULT_MODEL_ID).then_some(DEFAULT_MODEL_TEMPERATURE);
+        if let Some(temperature) = self.temperature.or(default) {
+            body["temperature"] = temperature.into();
+        }
+        body
+    }
+
+    /// Sends the conversation with this message, and prints the answer as it arrives. Ctrl-C ends the answer: what has arrived stays in the
+    /// conversation.
+    async fn answer(&mut self, message: String, is_terminal: bool) -> Result<()> {
+        self.messages.push(json!({ "role": "user", "content": message }));
+        let mut answers = Answers::request(Arc::clone(&self.server), &self.args.key_env, &self.request());
+        let mut format = terminal::width().map(TerminalAnswer::new);
         // Without a terminal, Ctrl-C ends the program as usual.
         let mut interrupt = if is_terminal { Some(signal(SignalKind::interrupt())?) } else { None };
         let (mut summary, mut text) = (AnswerSummary::begin(), String::new());
@@ -131,12 +191,11 @@ impl ChatSession {
                 None => break,
                 Some(Ok(ChatPiece::Reasoning(reasoning))) => {
                     summary.text_arrived();
-                    let text = printable(&reasoning);
-                    write(&if stdout().is_terminal() { format!("\x1b[2m{text}\x1b[0m") } else { text })?;
+                    write(&format.as_mut().map_or_else(|| printable(&reasoning), |format| format.reasoning(&reasoning)))?;
                 }
                 Some(Ok(ChatPiece::Content(content))) => {
                     summary.text_arrived();
-                    show(&content)?;
+                    write(&format.as_mut().map_or_else(|| printable(&content), |format| format.content(&content)))?;
                     text += &content;
                 }
                 Some(Ok(ChatPiece::Usage(usage))) => summary.usage = Some(usage),
@@ -154,7 +213,8 @@ impl ChatSession {
             self.messages.push(json!({ "role": "assistant", "content": text }));
         }
         if !is_refused {
-            show(&format!("\n{summary}\n"))?;
+            let summary = summary.to_string();
+            write(&format.map_or_else(|| format!("\n{summary}\n"), |mut format| format.end(&summary)))?;
         }
         result
     }
@@ -170,13 +230,19 @@ async fn interrupted(interrupt: &mut Option<Signal>) {
 
 /// Returns the id of the first model of the server.
 fn first_model(server: &HttpServer, key_env: &str) -> Result<String> {
+    let first = models(server, key_env)?.into_iter().next();
+    first.ok_or_else(|| anyhow!("the server at {} lists no model; name one with --model", server.address))
+}
+
+/// Returns the ids of the server's models.
+fn models(server: &HttpServer, key_env: &str) -> Result<Vec<String>> {
     let reply = server.get("/v1/models").map_err(|error| server.no_reply(error, WANTED))?;
     if let (404, Some(wrong)) = (reply.status, wrong_kind(&server.address, WANTED)) {
         return Err(wrong);
     }
     let body = check(reply.status, &reply.body, &server.address, key_env)?;
-    let id = body["data"][0]["id"].as_str().map(str::to_owned);
-    id.ok_or_else(|| anyhow!("the server at {} lists no model; name one with --model", server.address))
+    let ids = body["data"].as_array().into_iter().flatten().filter_map(|model| model["id"].as_str());
+    Ok(ids.map(str::to_owned).collect())
 }
 
 /// Parses a reply. Fails with advice if it is an error or not OpenAI's.
@@ -209,6 +275,47 @@ fn write(text: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn session(model: &str) -> ChatSession {
+        /// The arguments of `tandem chat` as a command line of their own.
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            args: ChatArgs,
+        }
+        let args = <Line as clap::Parser>::parse_from(["chat", "http://127.0.0.1:1"]).args;
+        let server = HttpServer::new("http://127.0.0.1:1".parse().expect("the address is valid"));
+        ChatSession { args, server: Arc::new(server), model: model.to_owned(), temperature: None, messages: Vec::new() }
+    }
+
+    #[test]
+    fn only_the_small_default_model_has_a_low_temperature_until_one_is_set() {
+        let temperature = |session: &ChatSession| session.request()["temperature"].as_f64();
+        assert_eq!(temperature(&session("another")), None);
+        let mut small = session(DEFAULT_MODEL_ID);
+        assert_eq!(temperature(&small), Some(0.2));
+        small.obey(ChatCommand::of("/set temperature 1")).expect("no request is sent");
+        assert_eq!(temperature(&small), Some(1.0));
+    }
+
+    #[test]
+    fn system_message_is_first_and_stays_when_a_conversation_begins() {
+        let mut session = session("m");
+        session.messages.push(json!({ "role": "user", "content": "hello" }));
+        let roles = |session: &ChatSession| {
+            let messages = session.request()["messages"].as_array().cloned().unwrap_or_default();
+            messages.iter().map(|message| message["role"].as_str().unwrap_or_default().to_owned()).collect::<Vec<_>>()
+        };
+        for (line, expected) in [
+            ("/system Be brief.", &["system", "user"][..]),
+            ("/system Be very brief.", &["system", "user"]),
+            ("/clear", &["system"]),
+            ("/system", &[]),
+        ] {
+            session.obey(ChatCommand::of(line)).expect("no request is sent");
+            assert_eq!(roles(&session), expected, "{line}");
+        }
+    }
 
     #[test]
     fn refusals_say_what_to_do() {

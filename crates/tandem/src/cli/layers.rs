@@ -1,9 +1,9 @@
 //! The layers of settings. clap reads flags, environment variables and defaults. A key of the configuration file replaces the default of
 //! the flag with the same name, so one parser reads and checks all layers.
 
-use super::{Cli, rules};
+use super::{Cli, help, rules};
 use clap::{
-    ArgMatches, CommandFactory, FromArgMatches,
+    ArgMatches, FromArgMatches,
     error::{ContextKind, ContextValue, ErrorKind},
 };
 use std::{
@@ -19,7 +19,7 @@ impl Cli {
     /// # Errors
     /// A flag, a variable or a key of the file is unknown or has a wrong value, or settings exclude each other.
     pub fn read(args: Vec<OsString>, otel_endpoint: Option<OsString>) -> Result<Self, clap::Error> {
-        let mut command = without_empty_variables(Self::command());
+        let mut command = without_empty_variables(help::command_for(&args));
         if let Some(endpoint) = otel_endpoint.filter(|endpoint| !endpoint.is_empty()) {
             let endpoint = endpoint.to_string_lossy().into_owned();
             command = command.mut_subcommands(|role| {
@@ -52,7 +52,7 @@ fn without_empty_variables(command: clap::Command) -> clap::Command {
 }
 
 /// Returns whether the subcommand is a role. Only roles have settings.
-fn serves(subcommand: &clap::Command) -> bool {
+pub(super) fn serves(subcommand: &clap::Command) -> bool {
     subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
 }
 
@@ -64,6 +64,9 @@ fn config(role: &ArgMatches) -> Option<PathBuf> {
 /// Parses the command line. For a flag that the role does not have, the error names the roles that have it.
 fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap::Error> {
     command.clone().try_get_matches_from(args).map_err(|error| {
+        if let Some(advice) = error.get(ContextKind::InvalidSubcommand).and_then(help::advice) {
+            return clap::Error::raw(error.kind(), advice);
+        }
         let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else { return error };
         let takes = |role: &&clap::Command| {
             flag.strip_prefix("--").is_some_and(|flag| role.get_arguments().any(|arg| arg.get_long() == Some(flag)))
@@ -94,7 +97,11 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
             if command.get_subcommands().filter(|role| serves(role)).any(|role| arg_of(role).is_some()) {
                 return Ok(command);
             }
-            let problem = format!("unknown key `{key}`; `tandem {role} --print-config` prints the keys of this role");
+            let advice = match similar_key(&command, role, &key) {
+                Some(similar) => format!("did you mean `{similar}`?"),
+                None => format!("`tandem {role} --print-config` prints the keys of this role"),
+            };
+            let problem = format!("unknown key `{key}`; {advice}");
             return Err(refused(file, problem));
         };
         let value = match value {
@@ -109,11 +116,32 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
     })
 }
 
+/// Returns the key of the role that is similar to this unknown one, as clap suggests it for flags.
+fn similar_key(command: &clap::Command, role: &str, key: &str) -> Option<String> {
+    let given = [command.get_name(), role, &format!("--{key}")].map(str::to_owned);
+    let error = command.clone().try_get_matches_from(given).err()?;
+    let suggested = match error.get(ContextKind::SuggestedArg)? {
+        ContextValue::String(flag) => flag,
+        ContextValue::Strings(flags) => flags.first()?,
+        _ => return None,
+    };
+    Some(suggested.trim_start_matches('-').to_owned())
+}
+
+/// What Rust says of a number that cannot be read, and what this program says.
+const NUMBERS: [(&str, &str); 4] = [
+    ("invalid digit found in string", "write a whole number"),
+    ("cannot parse integer from empty string", "write a whole number"),
+    ("number too large to fit in target type", "the number is too large"),
+    ("number too small to fit in target type", "the number is too small"),
+];
+
 /// Returns the message of `error` without clap's hints. They are for the command line and do not apply to the file.
 fn without_advice(error: &clap::Error) -> String {
     let text = error.to_string();
     let message = text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();
-    message.lines().map(str::trim).collect::<Vec<_>>().join(" ")
+    let message = message.lines().map(str::trim).collect::<Vec<_>>().join(" ");
+    NUMBERS.iter().fold(message, |message, (rust, own)| message.replace(rust, own))
 }
 
 /// Returns the message of a TOML error in one line. It includes the number of the line of `text` in which the error is.

@@ -1,7 +1,10 @@
 //! How clients reach the API of a frontend, in URLs and commands that work as they are printed.
 
 use super::reachable;
-use crate::settings::TenantArgs;
+use crate::{
+    running::RunningCluster,
+    settings::{KeySource, TenantArgs},
+};
 use rustls::pki_types::{CertificateDer, ServerName, pem::PemObject};
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
@@ -37,6 +40,17 @@ impl ApiAccess {
         }
     }
 
+    /// Returns how commands of this user find the cluster with this API, router and key.
+    pub(super) fn running(&self, router: SocketAddr, key: &KeySource) -> RunningCluster {
+        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        let key = match key {
+            KeySource::File(path) => KeySource::File(absolute(path)),
+            KeySource::Secret(_) => key.clone(),
+        };
+        let ca = self.certificate.as_ref().map(absolute);
+        RunningCluster { process: std::process::id(), frontend: self.url(), ca, router, key }
+    }
+
     /// Returns the URL at which other machines reach an API that listens on all addresses.
     pub(super) fn network_url(&self) -> Option<String> {
         let scheme = if self.is_encrypted() { "https" } else { "http" };
@@ -55,18 +69,34 @@ impl ApiAccess {
         }
     }
 
-    /// Returns commands that use the API: a conversation, and a request with this body.
-    pub(super) fn commands(&self, body: &str) -> String {
-        let (url, certificate) = (self.url(), self.certificate.as_ref().map(|path| path.display().to_string()));
-        let ca = |flag: &str| certificate.as_ref().map_or_else(String::new, |path| format!(" {flag} {path}"));
-        let (variable, header) = match self.needs_key {
-            true => ("TANDEM_API_KEY=YOUR_KEY ", " -H 'authorization: Bearer YOUR_KEY'"),
-            false => ("", ""),
-        };
-        let (chat, curl) = (ca("--ca"), ca("--cacert"));
-        format!(
-            "  {variable}tandem chat {url}{chat}\n  curl -N{curl} {url}/v1/chat/completions -H 'content-type: application/json'{header} -d '{body}'\n"
+    /// Returns the command for a conversation.
+    pub(super) fn chat(&self) -> String {
+        let variable = if self.needs_key { "TANDEM_API_KEY=YOUR_KEY " } else { "" };
+        format!("  {variable}tandem chat {}{}\n", self.url(), self.certificate_flag("--ca"))
+    }
+
+    /// Returns the command that sends a request with this quoted body. `headers` are additional flags.
+    pub(super) fn curl(&self, path: &str, headers: &str, body: &str) -> String {
+        let key = if self.needs_key { " -H 'authorization: Bearer YOUR_KEY'" } else { "" };
+        let (url, certificate) = (self.url(), self.certificate_flag("--cacert"));
+        format!("  curl -N{certificate} {url}{path} -H 'content-type: application/json'{headers}{key} -d {body}\n")
+    }
+
+    /// Returns the command that sends three prompts at once. One decode worker would compute them one after another, so prefill workers compute two of
+    /// them. Programs of this machine also get the names of the workers, if the API listens on loopback only.
+    pub(super) fn disaggregated(&self, model: &str) -> String {
+        let details = if self.listens.ip().is_loopback() { " -H 'x-tandem-details: true'" } else { "" };
+        let prompts = ["a", "b", "c"].map(|name| format!(r#"\"{name} $(seq -s ' ' 60)\""#)).join(", ");
+        self.curl(
+            "/v1/completions",
+            details,
+            &format!(r#""{{\"model\": \"{model}\", \"max_tokens\": 8, \"prompt\": [{prompts}]}}""#),
         )
+    }
+
+    /// Returns the flag with the file of the certificate; empty without TLS.
+    fn certificate_flag(&self, flag: &str) -> String {
+        self.certificate.as_ref().map_or_else(String::new, |path| format!(" {flag} {}", path.display()))
     }
 }
 
@@ -115,13 +145,10 @@ mod tests {
             std::fs::write(&path, signed.cert.pem()).expect("the folder is writable");
             let access = ApiAccess { listens: ([0, 0, 0, 0], 8000).into(), certificate: Some(path.clone()), needs_key: true };
             assert_eq!(access.url(), expected);
-            let commands = access.commands("{}");
             let file = path.display();
-            let chat = format!("  TANDEM_API_KEY=YOUR_KEY tandem chat {expected} --ca {file}\n");
-            assert!(
-                commands.starts_with(&chat) && commands.contains(&format!("curl -N --cacert {file} {expected}/v1")),
-                "{commands}"
-            );
+            assert_eq!(access.chat(), format!("  TANDEM_API_KEY=YOUR_KEY tandem chat {expected} --ca {file}\n"));
+            let curl = access.curl("/v1", "", "'{}'");
+            assert!(curl.starts_with(&format!("  curl -N --cacert {file} {expected}/v1 ")) && curl.contains("Bearer"), "{curl}");
         }
     }
 

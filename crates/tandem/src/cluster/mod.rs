@@ -14,7 +14,8 @@ pub use process::Process;
 
 use crate::{
     http::{self, REPLY_TIMEOUT},
-    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, RestartArgs, UpSettings},
+    running::RunningFile,
+    settings::{CLUSTER, EngineKind, KeySource, PrefillPlace, RestartArgs, UpSettings},
 };
 use access::ApiAccess;
 use parts::ClusterParts;
@@ -23,7 +24,6 @@ use tandem_engine::EngineHandle;
 use tandem_frontend::FrontendSettings;
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
-    ClusterKey,
     channel::Channel,
     v1::{WorkersRequest, router_client::RouterClient, worker_info::Role},
 };
@@ -64,8 +64,10 @@ pub struct Cluster {
     pub router: SocketAddr,
     engine: EngineKind,
     access: ApiAccess,
-    /// The file with the cluster key; `None`: no other process has it.
-    key_file: Option<PathBuf>,
+    /// Where the cluster key is.
+    key: KeySource,
+    /// The file by which commands find this cluster; `None` if they have to name it.
+    file: Option<RunningFile>,
     /// The shutdown of the frontend. It is separate, because accepted requests still need the router and the workers while the frontend drains.
     front: Shutdown,
     back: Shutdown,
@@ -109,8 +111,15 @@ impl Cluster {
     /// # Errors
     /// Fails if the settings do not work together, if a socket cannot be bound, if the model cannot be loaded, or if a part fails.
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
-        let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
-        config.check_device()?;
+        Self::start_found_in(settings, &[]).await
+    }
+
+    /// Starts as [`Cluster::start`] does, and writes into the first of these folders that can be used the file by which commands find the cluster.
+    ///
+    /// # Errors
+    /// The errors are those of [`Cluster::start`]. Folders that cannot be used are no error.
+    pub async fn start_found_in(settings: UpSettings, folders: &[PathBuf]) -> Result<Self, StartError> {
+        EngineConfig::new(&settings.common, &settings.model, &settings.worker).check_device()?;
         let prefills = match settings.model.engine {
             EngineKind::Vllm | EngineKind::LlamaCpp => !settings.prefill_engine_url.is_empty(),
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => settings.prefill_workers > 0,
@@ -122,7 +131,7 @@ impl Cluster {
             return Err(StartError::OneModel);
         }
         let frontend = listen(settings.common.listen, "--listen").await?;
-        let mut cluster = Self::run(settings, config, frontend).await?;
+        let mut cluster = Self::run(settings, frontend, folders).await?;
         cluster.wait_until_ready().await?;
         Ok(cluster)
     }
@@ -137,19 +146,22 @@ impl Cluster {
         self.drain(Duration::ZERO).await;
     }
 
-    async fn run(settings: UpSettings, mut config: EngineConfig, frontend: TcpListener) -> Result<Self, StartError> {
+    async fn run(settings: UpSettings, frontend: TcpListener, folders: &[PathBuf]) -> Result<Self, StartError> {
+        let mut config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         let (front, back) = (Shutdown::default(), Shutdown::default());
         // All users of this machine can connect to the cluster's sockets. The key prevents them from calling its services.
-        let (key, key_file) = match (&settings.common.key, settings.model.engine.server()) {
-            (key, Some(_)) => key.read_or_keep()?,
-            (KeyArgs { cluster_key_file: None }, None) => (ClusterKey::random(), None),
-            (key, None) => (key.read()?, key.cluster_key_file.clone()),
+        let (key, key_source) = match settings.model.engine.server() {
+            Some(_) => settings.common.key.read_or_keep()?,
+            None => settings.common.key.read_or_make()?,
         };
         let mut parts = ClusterParts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
         parts.open_access_files(&settings.frontend.tenants)?;
         let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend.tenants);
         access.warn_if_open();
+        let router_listener = loopback().await?;
+        let router = local_address(&router_listener)?;
+        let file = RunningFile::write(folders, &access.running(router, &key_source));
         let starting = parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?;
         let (workers, served) = match settings.model.engine {
             EngineKind::Vllm | EngineKind::LlamaCpp => fleet::workers(&parts, &settings, &mut config, &back).await?,
@@ -168,8 +180,6 @@ impl Cluster {
         let extra = served.split_off(1);
         let served = served.pop().expect("a cluster has a model");
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
-        let router_listener = loopback().await?;
-        let router = local_address(&router_listener)?;
         let (model_id, address) = (served.id.clone(), local_address(&frontend)?);
         let only_model = extra.is_empty().then_some(&*model_id);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
@@ -186,7 +196,8 @@ impl Cluster {
             model_id,
             frontend: address,
             access,
-            key_file,
+            key: key_source,
+            file,
             workers,
             engine: settings.model.engine,
             router,
@@ -237,11 +248,20 @@ impl ServedProcess for Cluster {
         places.extend((!self.access.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
         let body = format!(
-            r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
+            r#"'{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}'"#
         );
-        let top = |file: &PathBuf| format!("  tandem top {} --cluster-key-file {}\n", self.router, file.display());
-        let top = self.key_file.as_ref().map(top).unwrap_or_default();
-        format!("{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n{}{top}", self.access.commands(&body))
+        let top = match (&self.file, &self.key) {
+            (Some(_), _) => format!("  tandem top {url}\n"),
+            (None, KeySource::File(file)) => format!("  tandem top {} --cluster-key-file {}\n", self.router, file.display()),
+            (None, KeySource::Secret(_)) => String::new(),
+        };
+        let prefills = self.workers.iter().any(|worker| worker.role == Role::Prefill);
+        let disaggregated = prefills.then(|| {
+            format!("  # Three prompts at once: prefill workers compute two of them.\n{}", self.access.disaggregated(model))
+        });
+        let (chat, curl) = (self.access.chat(), self.access.curl("/v1/chat/completions", "", &body));
+        let disaggregated = disaggregated.unwrap_or_default();
+        format!("{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n{chat}{top}{curl}{disaggregated}")
     }
 
     fn metrics(&self) -> &Metrics {
@@ -253,6 +273,9 @@ impl ServedProcess for Cluster {
     }
 
     fn announce_drain(&self) {
+        if let Some(file) = &self.file {
+            file.remove();
+        }
         self.front.announce();
     }
 

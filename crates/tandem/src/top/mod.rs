@@ -4,8 +4,10 @@ mod screen;
 mod table;
 
 use crate::{
-    server::{GRPC, ServerAddress, TLS, kind},
+    running::{self, RunningCluster},
+    server::{GRPC, HttpServer, ServerAddress, ServerPlace, TLS, kind, nothing_runs, running_at},
     settings::{ClusterTlsArgs, KeyArgs},
+    terminal,
 };
 use anyhow::{Context, Error, Result, anyhow};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
@@ -29,13 +31,16 @@ use tonic::Code;
 /// Time limit for a reply. A healthy router answers within milliseconds.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The maximum width of a table that is printed once, in columns: it can be read in a report or in half of a wide screen.
+const PLAIN_WIDTH: usize = 120;
+
 /// The arguments of `tandem top`.
 #[derive(clap::Args, Debug)]
 pub struct TopArgs {
-    /// The router: a port of this machine, host:port, or a URL, of its --listen. `tandem up` prints that of its router; to connect to it, give
-    /// both commands the same --cluster-key-file
-    #[arg(value_name = "SERVER", default_value = "127.0.0.1:7000")]
-    router: ServerAddress,
+    /// The router: a port of this machine, host:port, or a URL, of its --listen, or the frontend of a `tandem up` that you run [default: the
+    /// `tandem up` that you run, or else 127.0.0.1:7000]
+    #[arg(value_name = "SERVER")]
+    router: Option<ServerAddress>,
     /// The cluster key.
     #[command(flatten)]
     key: KeyArgs,
@@ -64,6 +69,8 @@ struct RouterConnection {
     runtime: Runtime,
     client: RouterClient<Channel>,
     address: ServerAddress,
+    /// Whether the user has named no router and runs no cluster.
+    is_default: bool,
 }
 
 const WANTED: &str =
@@ -78,6 +85,34 @@ struct WorkersView {
 }
 
 impl RouterConnection {
+    /// Connects to the router that is named, to that of the only running cluster of this user, or to the default. The key of a running cluster is
+    /// found with it, unless a file with a key is given.
+    fn open(args: &TopArgs) -> Result<Self> {
+        let tls = args.cluster_tls.open(PeerRole::Tool, None)?;
+        let folders = running::folders();
+        let found = match &args.router {
+            Some(address) => running_at(&folders, address),
+            None => RunningCluster::only(&folders, "tandem top")?,
+        };
+        let key = match &found {
+            Some(cluster) if args.key.cluster_key_file.is_none() => cluster.key.read()?,
+            _ => args.key.read()?,
+        };
+        let is_default = found.is_none() && args.router.is_none();
+        let address = match (found, &args.router) {
+            (Some(cluster), _) => {
+                let frontend = HttpServer::at(ServerPlace::of(&cluster)?)?;
+                // Waits for a cluster that starts.
+                frontend.get("/ready").map_err(|error| frontend.no_reply(error, WANTED))?;
+                cluster.router.to_string().parse().expect("the address is valid")
+            }
+            (None, Some(address)) => address.clone(),
+            (None, None) => "127.0.0.1:7000".parse().expect("the address is valid"),
+        };
+        let network = Network::tcp(key).with_tls(tls.map(|(tls, _)| tls));
+        Ok(Self { is_default, ..Self::connect(&address, &network)? })
+    }
+
     fn connect(address: &ServerAddress, network: &Network) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
@@ -86,19 +121,22 @@ impl RouterConnection {
             let _within = runtime.enter();
             network.expecting(&[PeerRole::Router]).connect_lazy(&endpoint)
         };
-        Ok(Self { runtime, client: RouterClient::new(channel), address: address.clone() })
+        Ok(Self { runtime, client: RouterClient::new(channel), address: address.clone(), is_default: false })
     }
 
     fn view(&mut self) -> Result<WorkersView> {
         let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
-        let unreachable = || format!("no router answers at {}; {WANTED}", self.address);
+        let unreachable = || match self.is_default {
+            true => nothing_runs("router", &self.address),
+            false => format!("no router answers at {}; {WANTED}", self.address),
+        };
         let reply = match reply {
             Ok(reply) => reply,
             Err(late) => return Err(self.wrong_kind().unwrap_or_else(|| Error::new(late).context(unreachable()))),
         };
         let reply = reply.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!(
-                "the process at {} refuses the call: {}; `tandem up` without it makes a key that no other process has",
+                "the process at {} refuses the call: {}; the key of a `tandem up` without this flag is known to its user only",
                 self.address,
                 status.message()
             ),
@@ -122,16 +160,15 @@ impl RouterConnection {
 /// # Errors
 /// Fails if the cluster key cannot be read, if the router does not answer, or if the terminal cannot be used.
 pub fn run(args: TopArgs) -> Result<Option<String>> {
-    let tls = args.cluster_tls.open(PeerRole::Tool, None)?;
-    let network = Network::tcp(args.key.read()?).with_tls(tls.map(|(tls, _)| tls));
-    let mut router = RouterConnection::connect(&args.router, &network)?;
+    let mut router = RouterConnection::open(&args)?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut screen = Screen::new(SortOrder { by: args.sort, reverse: args.reverse });
     let before = router.view()?;
     if args.once || !stdout().is_terminal() || !stdin().is_terminal() {
         std::thread::sleep(interval);
         let now = router.view()?;
-        return Ok(Some(screen.sorted(TextTable::new(&now.reply, &before.reply, now.at - before.at)).plain()));
+        let table = screen.sorted(TextTable::new(&now.reply, &before.reply, now.at - before.at));
+        return Ok(Some(table.plain(terminal::width().map_or(PLAIN_WIDTH, |width| width.min(PLAIN_WIDTH)), args.sort)));
     }
     let mut terminal = ratatui::try_init().context("cannot draw on this terminal; set --once to print a plain table")?;
     let shown = (|| -> Result<()> {

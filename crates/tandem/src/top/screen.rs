@@ -1,6 +1,6 @@
 //! Shows the table in a terminal, and handles the keys. A narrow terminal has fewer columns.
 
-use super::table::{Cell, Column, SortOrder, TextTable};
+use super::table::{Cell, Column, SortOrder, TextTable, wrapped};
 use ratatui::{
     Frame,
     crossterm::event::{KeyCode, KeyEvent, KeyModifiers},
@@ -59,7 +59,7 @@ impl Screen {
         frame.render_widget(Paragraph::new(title_lines), title);
         // At least one row stays visible.
         self.above = self.above.min(table.rows.len().saturating_sub(1));
-        let (columns, hidden) = self.columns(table, width);
+        let (columns, hidden) = table.columns(width, self.order.by);
         let rows = table.rows.iter().skip(self.above).map(|row| {
             let style = match &row[Column::Health as usize] {
                 Cell::Text(health) if health == "healthy" => Style::new(),
@@ -76,49 +76,15 @@ impl Screen {
             let [upper, lower] = column.head();
             aligned(format!("{upper}{arrow}\n{lower}"), column).style(style)
         });
-        let widths =
-            columns.iter().map(|&column| Constraint::Length(u16::try_from(self.width(column, table)).unwrap_or(u16::MAX)));
+        let widths = columns
+            .iter()
+            .map(|&column| Constraint::Length(u16::try_from(table.width(column, self.order.by)).unwrap_or(u16::MAX)));
         let header = Row::new(heads).height(2).style(Style::new().reversed());
         frame.render_widget(Table::new(rows, widths).header(header).column_spacing(1), lines);
         frame.render_widget(Paragraph::new(notes), below);
         let more = if hidden == 0 { String::new() } else { format!("   {hidden} columns hidden") };
         frame.render_widget(Paragraph::new(format!("{KEYS}{more}").dim()), keys);
     }
-
-    /// Returns the columns that fit into this width, and how many do not. The column by which the rows are sorted is always one of the first.
-    fn columns(&self, table: &TextTable, width: usize) -> (Vec<Column>, usize) {
-        let mut columns = Column::all().to_vec();
-        for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != self.order.by) {
-            let needed: usize = columns.iter().map(|&column| self.width(column, table) + 1).sum();
-            if needed <= width + 1 {
-                break;
-            }
-            columns.retain(|column| *column != least);
-        }
-        let hidden = Column::all().len() - columns.len();
-        (columns, hidden)
-    }
-
-    fn width(&self, column: Column, table: &TextTable) -> usize {
-        let longest = table.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
-        let [upper, lower] = column.head();
-        longest.max(upper.len() + usize::from(column == self.order.by)).max(lower.len())
-    }
-}
-
-/// Breaks a text into lines of at most `width` characters, at spaces if there are any.
-fn wrapped(text: &str, width: usize) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split(' ') {
-        let last = lines.last_mut().expect("there is a line");
-        if !last.is_empty() && last.chars().count() + 1 + word.chars().count() > width {
-            lines.push(word.to_owned());
-        } else {
-            last.push_str(if last.is_empty() { "" } else { " " });
-            last.push_str(word);
-        }
-    }
-    lines
 }
 
 fn aligned(text: String, column: Column) -> Text<'static> {

@@ -1,9 +1,9 @@
 //! A router's view of its workers as a table. This module does no I/O.
 
-use crate::text_table::text_table;
+use crate::text_table::text_table_with_gap;
 use clap::ValueEnum;
 use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
-use tandem_proto::v1::{StepTotals, WorkerView, WorkersReply};
+use tandem_proto::v1::{StepTotals, UnavailableWorker, WorkerView, WorkersReply};
 
 /// The columns, from left to right: texts first, which are aligned to the left, then numbers.
 /// By which column the rows are sorted, and whether in descending order.
@@ -157,7 +157,7 @@ impl TextTable {
         });
         let absent = now.unavailable.iter().map(|absent| {
             let mut row = vec![Cell::Nothing; Column::all().len()];
-            row[Column::Worker as usize] = Cell::Text(absent.address.clone());
+            row[Column::Worker as usize] = Cell::Text(name(absent).to_owned());
             row[Column::Role as usize] = Cell::Text("?".to_owned());
             row[Column::Health as usize] =
                 Cell::Text(if absent.incompatible { "incompatible" } else { "unreachable" }.to_owned());
@@ -172,7 +172,10 @@ impl TextTable {
         if now.peers > 0 {
             write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("writing to a string does not fail");
         }
-        let reasons = now.unavailable.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
+        let reasons = now.unavailable.iter().map(|absent| match &*absent.worker_id {
+            "" => format!("{}: {}", absent.address, absent.reason),
+            id => format!("{id} at {}: {}", absent.address, absent.reason),
+        });
         let notes = now.unavailable_reason.iter().cloned().chain(reasons).chain(now.workers.iter().flat_map(notes)).collect();
         Self { title, rows: rows.chain(absent).collect(), notes }
     }
@@ -186,14 +189,61 @@ impl TextTable {
         });
     }
 
-    /// Formats the table as text, for scripts and reports.
-    pub(super) fn plain(&self) -> String {
-        let heads = Column::all().iter().map(|column| column.head().join(" ").trim_end().to_owned()).collect();
-        let rows = self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect());
-        let notes: String = self.notes.iter().map(|note| format!("\n{note}\n")).collect();
-        let left = Column::all().iter().filter(|column| column.is_text()).count();
-        format!("{}\n\n{}{notes}", self.title, text_table(std::iter::once(heads).chain(rows), left))
+    /// Formats the table as text of at most `width` columns, for scripts and reports, with the columns that fit.
+    pub(super) fn plain(&self, width: usize, by: Column) -> String {
+        let (columns, hidden) = self.columns(width, by);
+        let heads = columns.iter().map(|column| column.head().join("\n")).collect();
+        let rows = self.rows.iter().map(|row| columns.iter().map(|&column| row[column as usize].to_string()).collect());
+        let left = columns.iter().filter(|column| column.is_text()).count();
+        let table = text_table_with_gap(std::iter::once(heads).chain(rows), left, 1);
+        let hidden = (hidden > 0).then(|| format!("{hidden} columns hidden"));
+        let notes = self.notes.iter().cloned().chain(hidden).flat_map(|note| wrapped(&note, width));
+        let notes: String = notes.map(|line| format!("{line}\n")).collect();
+        let gap = if notes.is_empty() { "" } else { "\n" };
+        format!("{}\n\n{table}{gap}{notes}", wrapped(&self.title, width).join("\n"))
     }
+
+    /// Returns the columns that fit into this width with a space between them, and how many do not. The column `by` which the rows are sorted is
+    /// always one of the first.
+    pub(super) fn columns(&self, width: usize, by: Column) -> (Vec<Column>, usize) {
+        let mut columns = Column::all().to_vec();
+        for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != by) {
+            let needed: usize = columns.iter().map(|&column| self.width(column, by) + 1).sum();
+            if needed <= width + 1 {
+                break;
+            }
+            columns.retain(|column| *column != least);
+        }
+        let hidden = Column::all().len() - columns.len();
+        (columns, hidden)
+    }
+
+    /// Returns the width of a column. That `by` which the rows are sorted has an arrow in its head.
+    pub(super) fn width(&self, column: Column, by: Column) -> usize {
+        let longest = self.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
+        let [upper, lower] = column.head();
+        longest.max(upper.len() + usize::from(column == by)).max(lower.len())
+    }
+}
+
+/// Breaks a text into lines of at most `width` characters, at spaces if there are any.
+pub(super) fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let last = lines.last_mut().expect("there is a line");
+        if !last.is_empty() && last.chars().count() + 1 + word.chars().count() > width {
+            lines.push(word.to_owned());
+        } else {
+            last.push_str(if last.is_empty() { "" } else { " " });
+            last.push_str(word);
+        }
+    }
+    lines
+}
+
+/// Returns the id that a worker had as a member, or else its address.
+fn name(absent: &UnavailableWorker) -> &str {
+    if absent.worker_id.is_empty() { &absent.address } else { &absent.worker_id }
 }
 
 fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cell> {
@@ -252,9 +302,7 @@ fn health(worker: &WorkerView) -> &'static str {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use tandem_proto::v1::{
-        CacheTotals, Identity, Load, ModelView, PlacementTotals, UnavailableWorker, WorkerInfo, worker_info::Role,
-    };
+    use tandem_proto::v1::{CacheTotals, Identity, Load, ModelView, PlacementTotals, WorkerInfo, worker_info::Role};
 
     fn model(model: &str) -> ModelView {
         ModelView { identity: Some(Identity { model: model.to_owned(), ..Default::default() }), ..Default::default() }
@@ -301,6 +349,7 @@ pub(super) mod tests {
                 address: "h:7100".to_owned(),
                 reason: "another model".to_owned(),
                 incompatible: true,
+                ..Default::default()
             }],
             known_workers: 3,
             ..Default::default()
@@ -313,17 +362,37 @@ pub(super) mod tests {
 
     #[test]
     fn plain_table_has_a_row_per_worker_with_rates() {
-        let plain = table().plain();
+        let plain = table().plain(140, Column::Worker);
         let lines: Vec<Vec<&str>> = plain.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests"));
         let p0 = ["p0", "prefill", "healthy", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
         let d0 = ["d0", "decode", "circuit_open", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
-        assert_eq!(lines[3..5], [p0, d0]);
-        assert_eq!(lines[5][..3], ["h:7100", "?", "incompatible"]);
+        assert_eq!(lines[4..6], [p0, d0]);
+        assert_eq!(lines[6][..3], ["h:7100", "?", "incompatible"]);
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));
         let starts: Vec<usize> =
-            plain.lines().skip(2).take(3).filter_map(|line| line.find("  healthy").or(line.find("  circuit_open"))).collect();
+            plain.lines().skip(4).take(3).filter_map(|line| line.find(" healthy").or(line.find(" circuit_open"))).collect();
         assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns are not aligned:\n{plain}");
+    }
+
+    #[test]
+    fn plain_table_fits_into_its_width_and_says_what_it_lacks() {
+        for width in [40, 80, 110, 120, 130] {
+            let plain = table().plain(width, Column::Worker);
+            let essential = 60;
+            let widest = plain.lines().map(|line| line.chars().count()).max().unwrap_or_default();
+            assert!(widest <= width.max(essential), "{widest} columns instead of {width}:\n{plain}");
+            assert_eq!(plain.contains(" columns hidden\n"), width < 120, "{width}:\n{plain}");
+        }
+    }
+
+    #[test]
+    fn lost_worker_keeps_its_name() {
+        let mut now = cluster(2);
+        now.unavailable[0].worker_id = "one".to_owned();
+        let table = TextTable::new(&now, &cluster(0), Duration::from_secs(2));
+        assert_eq!(table.rows[2][Column::Worker as usize], Cell::Text("one".to_owned()));
+        assert_eq!(table.notes, ["one at h:7100: another model"]);
     }
 
     #[test]

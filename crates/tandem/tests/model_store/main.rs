@@ -64,7 +64,7 @@ impl Machine {
 
     fn settings(&self) -> StoreArgs {
         let mut settings = UpSettings::defaults().model.store;
-        settings.models_dir = Some(self.path("models"));
+        settings.folder.models_dir = Some(self.path("models"));
         settings.hf_endpoint = self.hub.clone();
         settings
     }

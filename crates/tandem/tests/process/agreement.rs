@@ -104,7 +104,7 @@ fn simulation_agrees_with_processes() {
             let processes = Processes::start(prefill, decode);
             let url = format!("http://{}", processes.frontend.address());
             let requests = [&*trace, "--limit", REQUESTS, "--speed", &pace_of_processes];
-            let real = report(&[&["replay"][..], &requests, &["--url", &url, "--ignore-eos"]].concat(), folder.path());
+            let real = report(&[&["replay"][..], &requests, &[&*url, "--ignore-eos"]].concat(), folder.path());
             assert_eq!(real["requests"]["failed"], 0, "{real}");
             let figures = figures(&real, SPEEDUP);
             print_row(&format!("run {at} of {name}: {figures:.1?}"));

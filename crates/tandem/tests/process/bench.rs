@@ -30,7 +30,7 @@ fn replay_prints_the_report_and_writes_json_and_a_page() {
     let (folder, trace) = trace(&(row(0, "1, 2", 1_000) + &row(2_000, "1, 3", 700) + &row(4_000, "1, 2", 1_000)));
     let (url, json, html) = (format!("http://{}", up.address()), folder.path().join("r.json"), folder.path().join("r.html"));
     let files = ["--json", json.to_str().expect("the path is UTF-8"), "--html", html.to_str().expect("the path is UTF-8")];
-    let args = ["bench", "replay", &trace, "--url", &url, "--speed", "10", "--ignore-eos", "--slo-ttft", "30000"];
+    let args = ["bench", "replay", &trace, &url, "--speed", "10", "--ignore-eos", "--slo-ttft", "30000"];
     let output = tandem(&[&args[..], &files].concat()).output().expect("the binary runs");
     let (out, errors) = text(&output);
     assert!(output.status.success(), "{out}{errors}");
@@ -58,7 +58,7 @@ fn replay_prints_the_report_and_writes_json_and_a_page() {
 fn interrupted_replay_prints_the_results_so_far() {
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "100"], Stdio::inherit());
     let (_folder, trace) = trace(&(row(0, "1", 100) + &row(3_600_000, "2", 100)));
-    let args = ["bench", "replay", &trace, "--url", &format!("http://{}", up.address())];
+    let args = ["bench", "replay", &trace, &format!("http://{}", up.address())];
     let replay = tandem(&args).spawn().expect("the binary runs");
     until(
         "the first request has been answered",
@@ -77,8 +77,8 @@ fn replay_reports_wrong_rows_and_servers_without_answers() {
     let (_folder, wrong) = trace(&(row(0, "1", 100) + "nonsense"));
     for (args, expected) in [
         (&[&*wrong][..], "trace.jsonl, line 2: expected"),
-        (&[&*wrong, "--limit", "1", "--url", "http://127.0.0.1:9"], "--model"),
-        (&[&*wrong, "--limit", "1", "--url", "http://127.0.0.1:9", "--model", "m", "--prompt", "ids"], "no request was answered"),
+        (&[&*wrong, "--limit", "1", "http://127.0.0.1:9"], "--model"),
+        (&[&*wrong, "--limit", "1", "http://127.0.0.1:9", "--model", "m", "--prompt", "ids"], "no request was answered"),
         (&[&*wrong, "--limit", "1", "--key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
         (&[&*wrong, "--speed", "2", "--concurrency", "1"], "cannot be used with"),
         (&[&*wrong, "--json", "/no/such/folder/r.json"], "/no/such/folder/r.json cannot be written"),

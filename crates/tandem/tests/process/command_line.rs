@@ -2,6 +2,7 @@
 
 use crate::{
     cluster::until,
+    talk::{metric, post_json},
     up::{Up, tandem},
 };
 use std::{
@@ -52,6 +53,21 @@ fn printed_curl_request_is_answered_and_sigint_ends_the_process_cleanly() {
     up.signal("-INT");
     let (status, errors) = up.wait();
     assert_eq!(status.code(), Some(0), "{errors}");
+}
+
+#[test]
+fn printed_request_with_three_prompts_uses_prefill_workers() {
+    let up = sim(&[]);
+    let line = up.introduction.lines().find(|line| line.contains("/v1/completions")).expect("the output has the request");
+    let (command, body) = line.split_once(" -d ").expect("the request has a body");
+    assert!(command.contains("-H 'x-tandem-details: true'"), "{line}");
+    let body = Command::new("bash").args(["-c", &format!("printf %s {body}")]).output().expect("bash runs").stdout;
+    let body = serde_json::from_slice(&body).unwrap_or_else(|error| panic!("{error}: {}", text(&body)));
+    let (answer, _) = post_json(&up, "/v1/completions", "x-tandem-details: true\r\n", &body);
+    let remote =
+        ["prefill-0", "prefill-1"].iter().filter(|worker| answer.contains(&format!("\"prefill_worker\":\"{worker}\""))).count();
+    assert!(answer.starts_with("HTTP/1.1 200") && remote > 0, "{answer}");
+    assert!(metric(&up, "tandem_router_placements_total{worker=\"decode-0\",kind=\"decode\"}") >= Some(1.0));
 }
 
 #[test]
@@ -249,7 +265,11 @@ fn model_fetch_prints_the_path_last() {
     let revision = "revision b83633aa785344791618f2fddf131b010ea04912a60430760b070bad293f65bd";
     assert_eq!(text(&output.stdout).lines().next(), Some(revision));
     let listed = text(&ended(&["model", "list", "--models-dir", models]).stdout);
-    assert_eq!(listed, format!("Tiny\t0.0 MB\t{}\n", file.display()));
+    assert_eq!(listed.lines().last(), Some(&*format!("Tiny   0.0 MB  {}", file.display())));
+    assert!(ended(&["model", "rm", "Tiny", "--models-dir", models]).status.success());
+    assert!(!file.exists());
+    let again = ended(&["model", "rm", "Tiny", "--models-dir", models]);
+    assert!(again.status.code() == Some(1) && text(&again.stderr).contains("has no model Tiny"), "{again:?}");
 }
 
 #[test]

@@ -21,6 +21,7 @@ mod refusals;
 mod restarts;
 mod roles;
 mod routers;
+mod running;
 mod starting;
 mod talk;
 mod top;

@@ -58,8 +58,13 @@ pub fn streamed_chat(frontend: &Up, text: &str, max_tokens: u32) {
 }
 
 pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
+    post_json(frontend, "/v1/chat/completions", headers, body)
+}
+
+/// Sends a request. Returns its answer and its id.
+pub fn post_json(frontend: &Up, path: &str, headers: &str, body: &serde_json::Value) -> (String, String) {
     let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("the server listens"), body.to_string());
-    let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());
+    let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());
     write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
         .expect("the process reads");
     let mut answer = String::new();

@@ -6,12 +6,14 @@ use std::{
     process::{Child, Command, ExitStatus, Stdio},
 };
 
-/// Returns a command that runs the binary, in an environment without `TANDEM_` variables.
+/// Returns a command that runs the binary, in an environment without `TANDEM_` variables. It does not find the clusters of the user of
+/// these tests, but those of other tests.
 pub fn tandem(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TANDEM_")) {
         command.env_remove(name);
     }
+    command.env("XDG_RUNTIME_DIR", env!("CARGO_TARGET_TMPDIR"));
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

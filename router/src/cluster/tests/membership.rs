@@ -138,6 +138,7 @@ fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
         address: address.to_owned(),
         reason: reason.to_owned(),
         incompatible,
+        ..Default::default()
     };
     assert!(reason(&scenario).contains("0 of 3"), "{}", reason(&scenario));
     scenario.join(info(worker_info::Role::Decode, "d0")).expect("the worker agrees with the other members");
@@ -173,4 +174,21 @@ fn approximate_index_is_marked_in_metrics_view_and_explanation() {
     for line in ["{worker=\"d0\"} 0", "{worker=\"d1\"} 1"] {
         assert!(metrics.contains(&format!("tandem_router_index_approximate{line}")), "{metrics}");
     }
+}
+
+#[test]
+fn unavailable_worker_keeps_the_id_that_it_had_as_a_member_until_it_joins_again() {
+    let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
+    let ids =
+        |scenario: &Scenario| scenario.state.view().unavailable.into_iter().map(|worker| worker.worker_id).collect::<Vec<_>>();
+    for (worker_id, reason) in [("d0", "the connection ended"), ("", "cannot be reached"), ("", "cannot be reached")] {
+        let (address, reason, worker_id) = ("host:1".to_owned(), reason.to_owned(), worker_id.to_owned());
+        let worker = UnavailableWorker { address, reason, worker_id, ..Default::default() };
+        scenario.state.update_unavailable(|workers| workers.insert(worker));
+        assert_eq!(ids(&scenario), ["d0"]);
+    }
+    scenario.state.update_unavailable(|workers| workers.remove("host:1"));
+    let stranger = UnavailableWorker { address: "host:1".to_owned(), ..Default::default() };
+    scenario.state.update_unavailable(|workers| workers.insert(stranger));
+    assert_eq!(ids(&scenario), [""]);
 }

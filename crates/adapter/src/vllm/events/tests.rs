@@ -90,6 +90,7 @@ fn array_events_of_older_vllm_versions_are_decoded() {
             medium: Medium::Device,
             group: None,
             kind: None,
+            window_tokens: None,
             session: None,
         }),
         EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: None }),

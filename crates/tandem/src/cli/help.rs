@@ -1,0 +1,163 @@
+//! What `-h` shows: the commands in groups, and of a role the flags that a first user needs. `--help` shows all flags.
+
+use super::Cli;
+use clap::{CommandFactory, error::ContextValue};
+use std::{ffi::OsString, fmt::Write as _};
+
+/// The groups of commands, in the order of the help.
+const GROUPS: [(&str, &[&str]); 4] = [
+    ("Run a cluster", &["up", "router", "prefill-worker", "decode-worker", "frontend"]),
+    ("Use it", &["chat", "top", "route"]),
+    ("Check it", &["ready", "bench", "audit"]),
+    ("Set it up", &["model", "key", "cert", "completions", "man"]),
+];
+
+/// The flags of roles that `-h` shows, with their help there.
+const FIRST_FLAGS: [(&str, &str); 20] = [
+    ("model", "The model: a file, a stored model's name, hf:ORG/NAME or pypi:PACKAGE [default: SmolLM2-135M-Instruct]"),
+    ("listen", "Address and port; a port alone is one of this machine"),
+    ("engine", "What computes the model"),
+    ("engine_url", "URLs of the servers that run already, for --engine vllm and llama-cpp"),
+    ("prefill_workers", "Number of workers that compute prompts"),
+    ("decode_workers", "Number of workers that generate"),
+    ("router", "Addresses of the routers, separated by commas [default: 127.0.0.1:7000]"),
+    ("workers", "Addresses of the workers, separated by commas [default: 127.0.0.1:7100,127.0.0.1:7200]"),
+    ("peers", "Addresses of the other routers, separated by commas"),
+    ("etcd", "Addresses of etcd, in place of these lists"),
+    ("advertise", "Address at which other processes reach this one"),
+    ("worker_id", "Name of the worker"),
+    ("admin_listen", "Address of /live, /ready and /metrics"),
+    ("threads", "Threads of each worker's engine on the CPU"),
+    ("device", "Index of the GPU"),
+    ("served_model_name", "The id that clients send as `model`"),
+    ("api_keys_file", "File with the API keys of clients, which `tandem key add` makes [default: no keys]"),
+    ("cluster_key_file", "File with the secret that all processes of a cluster share"),
+    ("log", "Level of the log, or directives"),
+    ("config", "File with settings; --print-config prints one"),
+];
+
+/// Commands of other programs, and what to write instead.
+const OTHER_COMMANDS: [(&str, &str); 12] = [
+    ("run", "`tandem up --model MODEL` serves a model, and `tandem chat` talks to it"),
+    ("serve", "did you mean `tandem up`?"),
+    ("start", "did you mean `tandem up`?"),
+    ("stop", "Ctrl-C, or `kill` with the process's id, stops `tandem up` and each role"),
+    ("ps", "did you mean `tandem top`?"),
+    ("status", "did you mean `tandem top` or `tandem ready`?"),
+    ("pull", "did you mean `tandem model fetch`?"),
+    ("list", "did you mean `tandem model list`?"),
+    ("ls", "did you mean `tandem model list`?"),
+    ("show", "did you mean `tandem model show`?"),
+    ("rm", "did you mean `tandem model rm`?"),
+    ("version", "did you mean `tandem --version`?"),
+];
+
+/// Returns the command line as `args` need it: with the short help of roles if they ask for it.
+pub(super) fn command_for(args: &[OsString]) -> clap::Command {
+    let command = Cli::command();
+    let groups = groups(&command);
+    let command = command.help_template(format!("{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{groups}{{after-help}}"));
+    let command = command.after_help(
+        "`tandem COMMAND -h` shows a command's most important flags, `--help` all of them. `tandem --version` prints the version.\n\
+         Start with: tandem up",
+    );
+    let is_short = args.iter().any(|arg| arg == "-h");
+    command.mut_subcommands(|role| if is_short && super::layers::serves(&role) { shortened(role) } else { role })
+}
+
+/// Returns the commands of each group, with the first sentence of their help.
+fn groups(command: &clap::Command) -> String {
+    let mut text = String::new();
+    for (heading, names) in GROUPS {
+        let gap = if text.is_empty() { "" } else { "\n" };
+        writeln!(text, "{gap}{heading}:").expect("writing to a string does not fail");
+        for command in names.iter().filter_map(|name| command.find_subcommand(name)) {
+            let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+            writeln!(text, "  {:<15} {about}", command.get_name()).expect("writing to a string does not fail");
+        }
+    }
+    text.trim_end().to_owned()
+}
+
+/// Returns the role with the flags that a first user needs, each with a help of one line.
+fn shortened(role: clap::Command) -> clap::Command {
+    let name = role.get_name().to_owned();
+    let role = role.mut_args(|arg| match FIRST_FLAGS.iter().position(|(id, _)| arg.get_id() == *id) {
+        Some(at) => arg.help(FIRST_FLAGS[at].1).display_order(at).hide_env(true).help_heading(None::<&str>),
+        None => arg.hide(true),
+    });
+    role.after_help(format!("all flags: tandem {name} --help"))
+}
+
+/// Returns the advice for a command that other programs have.
+pub(super) fn advice(command: &ContextValue) -> Option<String> {
+    let ContextValue::String(given) = command else { return None };
+    let (_, advice) = OTHER_COMMANDS.iter().find(|(name, _)| name == given)?;
+    Some(format!("there is no command `{given}`: {advice}\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn help(args: &[&str]) -> String {
+        let args: Vec<OsString> = ["tandem"].iter().chain(args).map(OsString::from).collect();
+        Cli::read(args, None).expect_err("help is no command").to_string()
+    }
+
+    #[test]
+    fn every_command_is_in_one_group_of_the_help() {
+        let command = Cli::command();
+        let mut names: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
+        let mut grouped: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| *names).copied().collect();
+        (names.sort_unstable(), grouped.sort_unstable());
+        assert_eq!(grouped, names);
+        let help = help(&["-h"]);
+        let line =
+            |start: &str| help.lines().position(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{start}: {help}"));
+        assert!(line("Run a cluster:") < line("  up ") && line("  up ") < line("Use it:") && line("Use it:") < line("  chat "));
+        assert!(help.trim_end().ends_with("Start with: tandem up"), "{help}");
+        assert!(help.lines().all(|line| line.chars().count() <= 120), "{help}");
+    }
+
+    #[test]
+    fn short_help_of_a_role_has_the_flags_of_a_first_user() {
+        for (role, flags) in [
+            ("up", ["--model", "--listen", "--engine", "--prefill-workers", "--api-keys-file"]),
+            ("router", ["--listen", "--workers", "--peers", "--etcd", "--cluster-key-file"]),
+            ("decode-worker", ["--model", "--engine", "--worker-id", "--advertise", "--etcd"]),
+            ("frontend", ["--model", "--router", "--listen", "--api-keys-file", "--admin-listen"]),
+        ] {
+            let (short, long) = (help(&[role, "-h"]), help(&[role, "--help"]));
+            let shown = |help: &str| help.lines().filter(|line| line.trim_start().starts_with("--")).count();
+            assert!((8..=16).contains(&shown(&short)), "{} flags: {short}", shown(&short));
+            assert!(shown(&long) > 2 * shown(&short), "{long}");
+            assert!(flags.iter().all(|flag| short.contains(flag)), "{short}");
+            assert!(short.trim_end().ends_with(&format!("all flags: tandem {role} --help")), "{short}");
+            assert!(short.lines().all(|line| line.chars().count() <= 140), "{short}");
+        }
+    }
+
+    #[test]
+    fn first_flags_exist() {
+        let command = Cli::command();
+        for (id, _) in FIRST_FLAGS {
+            assert!(command.get_subcommands().any(|role| role.get_arguments().any(|arg| arg.get_id() == id)), "{id}");
+        }
+    }
+
+    #[test]
+    fn commands_of_other_programs_are_answered_with_advice() {
+        for (given, expected) in
+            [("run", "tandem up --model"), ("ps", "`tandem top`"), ("rm", "model rm"), ("version", "--version")]
+        {
+            let error = help(&[given]);
+            assert!(error.contains(&format!("there is no command `{given}`")) && error.contains(expected), "{error}");
+            assert_eq!(error.lines().count(), 1, "{error}");
+        }
+        assert!(help(&["down"]).contains("unrecognized subcommand"));
+        for (given, _) in OTHER_COMMANDS {
+            assert!(Cli::command().find_subcommand(given).is_none(), "{given} is a command");
+        }
+    }
+}
