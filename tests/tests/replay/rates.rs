@@ -8,7 +8,7 @@ use tandem_tests::{sim_settings, start};
 fn settings(url: String) -> RateSettings {
     RateSettings {
         url,
-        authority: None,
+        ca: None,
         model: None,
         headers: HeaderMap::new(),
         prompt_tokens_max: 2_048,

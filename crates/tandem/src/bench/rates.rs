@@ -41,14 +41,14 @@ pub struct RatesArgs {
 /// # Errors
 /// The server cannot be measured.
 pub fn run(args: &RatesArgs) -> Result<()> {
+    let place = args.server.place("tandem bench rates")?;
+    place.check_default()?;
     let mut headers = HeaderMap::new();
     if let Some(key) = std::env::var(&args.key_env).ok().filter(|key| !key.is_empty()) {
         let value =
             HeaderValue::try_from(format!("Bearer {key}")).with_context(|| format!("{} is not a valid key", args.key_env))?;
         headers.insert(AUTHORIZATION, value);
     }
-    let place = args.server.place("tandem bench rates")?;
-    place.check_default()?;
     let settings = RateSettings {
         url: place.address.url().to_owned(),
         ca: place.authority()?,
