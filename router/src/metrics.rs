@@ -38,10 +38,7 @@ pub(crate) struct WorkerSeries {
     pub(crate) overlap_over: Counter,
     pub(crate) overlap_under: Counter,
     pub(crate) index_blocks: Gauge,
-    /// The learned number of leading blocks that the worker reports but its engine does not find.
-    pub(crate) index_excess: Gauge,
-    /// 1 while the worker reports no blocks although it computes prompts, else 0.
-    pub(crate) reports_nothing: Gauge,
+    pub(crate) findings: FindingSeries,
     /// 1 while the worker's events come over NATS, else 0.
     pub(crate) over_nats: Gauge,
     /// 1 while the worker's events come on its `Watch` stream, else 0.
@@ -58,6 +55,14 @@ pub(crate) struct WorkerSeries {
     stored: Counter,
     removed: Counter,
     cleared: Counter,
+}
+
+/// What was learned from the blocks that a worker's engine found.
+pub(crate) struct FindingSeries {
+    /// The number of leading blocks that the worker reports but its engine does not find.
+    pub(crate) index_excess: Gauge,
+    /// 1 while the worker reports no blocks although it computes prompts, else 0.
+    pub(crate) reports_nothing: Gauge,
 }
 
 impl RouterMetrics {
@@ -139,16 +144,7 @@ impl RouterMetrics {
                 "Blocks of the worker in the index.",
                 &[("worker", worker_id), ("tier", "device")],
             ),
-            index_excess: registry.gauge(
-                "tandem_router_index_excess_blocks",
-                "Leading blocks of each prompt that the worker reports but its engine does not find, learned from the latest prompts and subtracted from predictions; +Inf: all.",
-                &[("worker", worker_id)],
-            ),
-            reports_nothing: registry.gauge(
-                "tandem_router_worker_reports_nothing",
-                "1 if the worker reports no cached blocks although it computes prompts.",
-                &[("worker", worker_id)],
-            ),
+            findings: FindingSeries::new(&registry, worker_id),
             over_nats: source("nats"),
             direct: source("direct"),
             gaps: counter(
@@ -170,6 +166,22 @@ impl RouterMetrics {
             removed: event("removed"),
             cleared: event("cleared"),
             exported: registry.clone(),
+        }
+    }
+}
+
+impl FindingSeries {
+    fn new(registry: &Metrics, worker_id: &str) -> Self {
+        let gauge = |name, help| registry.gauge(name, help, &[("worker", worker_id)]);
+        Self {
+            index_excess: gauge(
+                "tandem_router_index_excess_blocks",
+                "Leading blocks of each prompt that the worker reports but its engine does not find, learned from the latest prompts and subtracted from predictions; +Inf: all.",
+            ),
+            reports_nothing: gauge(
+                "tandem_router_worker_reports_nothing",
+                "1 if the worker reports no cached blocks although it computes prompts.",
+            ),
         }
     }
 }

@@ -45,7 +45,7 @@ def scenario(stage):
             missed = errors(client)
             answer = client.ask("completions", prompt, max_tokens=2).check()
             found = answer.cached_tokens
-            # The router counts the differences when it hears the end of the answer.
+            # The router counts the differences when the answer has ended.
             wait_until("the prompt was counted", lambda: client.metric("tandem_router_bookings") == 0, 20, 0.05)
             over, under = (now - before for now, before in zip(errors(client), missed))
             predicted = found + over - under

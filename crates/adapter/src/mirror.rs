@@ -28,7 +28,7 @@ use crate::{
 };
 use assumed::Assumed;
 use blocks::{MirrorBlocks, Tier};
-use groups::{Groups, Need};
+use groups::{LayerGroups, Need};
 use std::collections::{BTreeSet, HashMap};
 use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, child_hashes, sequence_hashes};
 
@@ -89,7 +89,7 @@ pub struct Mirror {
     assumed: Assumed,
     /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first report.
     group: Option<u32>,
-    groups: Groups,
+    groups: LayerGroups,
     /// Whether the engine may hold blocks that the mirror does not know, because events were lost.
     is_incomplete: bool,
     ignored_kinds: BTreeSet<String>,
@@ -109,7 +109,7 @@ struct EngineBlock {
 enum GroupUse {
     /// Mirrors them: the group decides which blocks are cached.
     Mirrored,
-    /// Follows the group at this position in [`Groups`]: it decides up to which blocks a prefix can be reused.
+    /// Follows the group at this position in [`LayerGroups`]: it decides up to which blocks a prefix can be reused.
     Followed(usize),
     /// Counts them only.
     Ignored,
@@ -144,7 +144,7 @@ impl Mirror {
             blocks: MirrorBlocks::default(),
             assumed: Assumed::new(device_blocks as usize),
             group: None,
-            groups: Groups::default(),
+            groups: LayerGroups::default(),
             is_incomplete: false,
             ignored_kinds: BTreeSet::new(),
             unroutable: Unroutable::default(),

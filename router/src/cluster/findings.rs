@@ -2,7 +2,7 @@
 //!
 //! Some engines find systematically less than their events say: with speculative decoding, vLLM drops the last matched block of each prompt. Others
 //! report late. Both are learned from the latest prompts that the worker has computed, by majority, so that single differences (a block that was
-//! evicted meanwhile) change nothing. The overlap that is used for placements is corrected, and the operator is told.
+//! evicted meanwhile) change nothing. The overlap that is used for placements is corrected, and a note says so to the operator.
 
 use std::collections::VecDeque;
 
@@ -17,7 +17,7 @@ const SILENT_MIN: u32 = 8;
 
 /// One prompt that a worker has computed. All numbers are leading blocks of the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Finding {
+pub(super) struct FoundBlocks {
     /// Blocks that the worker had reported as cached when the prompt was placed.
     pub(super) reported: u32,
     /// Blocks that were reported, or that other prompts were about to compute.
@@ -41,7 +41,7 @@ pub(super) enum Correction {
 #[derive(Default)]
 pub(super) struct Findings {
     /// The latest prompts of which the worker had reported blocks.
-    reported: VecDeque<Finding>,
+    reported: VecDeque<FoundBlocks>,
     /// For each of the latest prompts, whether the engine found more than was known.
     late: VecDeque<bool>,
     correction: Correction,
@@ -71,7 +71,7 @@ impl Correction {
 
 impl Findings {
     /// Learns from a prompt that the worker has computed.
-    pub(super) fn add(&mut self, finding: Finding) {
+    pub(super) fn add(&mut self, finding: FoundBlocks) {
         push(&mut self.late, finding.found > finding.known);
         if finding.reported > 0 {
             push(&mut self.reported, finding);
@@ -118,7 +118,7 @@ impl Findings {
     fn learned(&self) -> Correction {
         let prompts = self.reported.len();
         let most = |count: usize| prompts >= RECENT_MIN && count * 4 >= prompts * 3;
-        let less = |finding: &Finding| finding.reported.saturating_sub(finding.found);
+        let less = |finding: &FoundBlocks| finding.reported.saturating_sub(finding.found);
         let agree = |blocks: u32| self.reported.iter().filter(|finding| less(finding) == blocks).count();
         match self.reported.iter().map(less).find(|blocks| most(agree(*blocks))) {
             Some(0) => Correction::None,
@@ -142,7 +142,7 @@ mod tests {
 
     fn learned(findings: impl IntoIterator<Item = (u32, u32)>) -> Findings {
         let mut learned = Findings::default();
-        findings.into_iter().for_each(|(reported, found)| learned.add(Finding { reported, known: reported, found }));
+        findings.into_iter().for_each(|(reported, found)| learned.add(FoundBlocks { reported, known: reported, found }));
         learned
     }
 
@@ -154,12 +154,12 @@ mod tests {
         assert_eq!(findings.correction(), Correction::Blocks(2));
         assert_eq!([0, 1, 2, 7].map(|reported| findings.correction().apply(reported)), [0, 0, 0, 5]);
         assert!(findings.note().expect("the difference is named").contains("2 blocks less"));
-        (0..16).for_each(|_| findings.add(Finding { reported: 5, known: 5, found: 5 }));
+        (0..16).for_each(|_| findings.add(FoundBlocks { reported: 5, known: 5, found: 5 }));
         assert_eq!((findings.correction(), findings.note()), (Correction::None, None));
     }
 
     #[test]
-    fn engine_that_finds_nothing_is_told_from_one_that_drops_some_blocks() {
+    fn engine_that_finds_nothing_differs_from_one_that_drops_some_blocks() {
         assert_eq!(learned((1..20).map(|reported| (reported, 0))).correction(), Correction::Everything);
         assert_eq!(learned((1..20).map(|_| (1, 0))).correction(), Correction::Blocks(1));
         assert_eq!(learned((1..20).map(|reported| (reported, reported))).correction(), Correction::None);
@@ -174,13 +174,13 @@ mod tests {
     }
 
     #[test]
-    fn late_and_missing_reports_are_told() {
+    fn late_and_missing_reports_are_noted() {
         let mut late = Findings::default();
-        (0..3).for_each(|_| late.add(Finding { reported: 0, known: 1, found: 4 }));
+        (0..3).for_each(|_| late.add(FoundBlocks { reported: 0, known: 1, found: 4 }));
         assert!(!late.is_late());
-        late.add(Finding { reported: 0, known: 1, found: 4 });
+        late.add(FoundBlocks { reported: 0, known: 1, found: 4 });
         assert!(late.is_late() && late.note().expect("it is named").contains("late"));
-        (0..16).for_each(|_| late.add(Finding { reported: 4, known: 4, found: 4 }));
+        (0..16).for_each(|_| late.add(FoundBlocks { reported: 4, known: 4, found: 4 }));
         assert_eq!(late.note(), None);
 
         let mut silent = Findings::default();

@@ -483,12 +483,6 @@ fn use_of(model: &str, info: &WorkerInfo) -> String {
 }
 
 impl Member {
-    /// Exports what was learned from the latest prompts.
-    pub(super) fn export_findings(&self) {
-        self.series.index_excess.set(self.findings.correction().blocks());
-        self.series.reports_nothing.set(f64::from(u8::from(self.findings.is_silent())));
-    }
-
     /// Returns a reference to the member without a signature. It is signed when a placement is sent.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {

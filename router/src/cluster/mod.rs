@@ -37,7 +37,7 @@ use crate::{
 };
 use booking::{BookingEntry, LoadByRole, Prediction, SAMPLES_MAX};
 use bookings::Bookings;
-use findings::Finding;
+use findings::FoundBlocks;
 use members::{ClusterMembers, Member};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
@@ -355,7 +355,7 @@ impl ClusterState {
         if let (Some(member), Some(Prediction { block_size, reported, overlap, known })) = (computed_on, prediction) {
             let predicted = u64::from(overlap) * u64::from(block_size);
             let found = u32::try_from(actual / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
-            member.findings.add(Finding { reported, known, found });
+            member.findings.add(FoundBlocks { reported, known, found });
             member.export_findings();
             let Member { series, placements, .. } = member;
             let (over, under) = (predicted.saturating_sub(actual), actual.saturating_sub(predicted));

@@ -1,8 +1,8 @@
 //! The groups of layers of a hybrid model, and the blocks up to which a cached prefix can be reused.
 //!
 //! An engine keeps a separate set of blocks for each group of layers. A prefix of full blocks is reused only if every group has what it needs to
-//! continue after the prefix ([`Need`]). The mirror follows one group with full attention; this module follows the others, and tells
-//! which blocks of the mirrored group are *reuse points* ([`SequenceHash::reuse_point`], docs/adr/049-reuse-points.md).
+//! continue after the prefix ([`Need`]). The mirror follows one group with full attention; this module follows the others, and
+//! finds which blocks of the mirrored group are *reuse points* ([`SequenceHash::reuse_point`], docs/adr/049-reuse-points.md).
 //!
 //! For each block and group it keeps the *run*: how many consecutive blocks up to and including this block the group holds, up to the number that
 //! it needs. A run that reaches the start of the prompt is always long enough. A block is a reuse point if all its runs are long enough.
@@ -21,7 +21,7 @@ const GROUPS_MAX: usize = 64;
 
 /// The followed groups, their blocks, and the reuse points.
 #[derive(Default)]
-pub(super) struct Groups {
+pub(super) struct LayerGroups {
     /// The number of each followed group, and what it needs.
     followed: Vec<(u32, Need)>,
     /// For each engine block that a followed group holds, its number of copies by followed group.
@@ -60,7 +60,7 @@ impl Need {
     }
 }
 
-impl Groups {
+impl LayerGroups {
     /// Whether a prefix can be reused only up to a reuse point.
     pub fn is_hybrid(&self) -> bool {
         !self.followed.is_empty()

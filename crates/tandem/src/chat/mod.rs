@@ -79,6 +79,8 @@ pub fn run(args: ChatArgs) -> Result<()> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
     let is_terminal = input.is_terminal();
+    // Without a terminal, Ctrl-C ends the program as usual.
+    let interrupt = || is_terminal.then(|| signal(SignalKind::interrupt())).transpose();
     if is_terminal {
         show(&format!("{} at {}; /help lists the commands\n", chat.model, chat.server.address))?;
     }
@@ -97,9 +99,9 @@ pub fn run(args: ChatArgs) -> Result<()> {
             let done = match command {
                 ChatCommand::Quit => return Ok(()),
                 ChatCommand::Message if message.trim().is_empty() => Ok(()),
-                ChatCommand::Message => chat.answer(message, is_terminal).await,
+                ChatCommand::Message => chat.answer(message, interrupt()?).await,
                 // Without a terminal, such a line is a message.
-                ChatCommand::Wrong(_) if !is_terminal => chat.answer(message, is_terminal).await,
+                ChatCommand::Wrong(_) if !is_terminal => chat.answer(message, interrupt()?).await,
                 command => chat.obey(command),
             };
             match done {
@@ -171,14 +173,12 @@ impl ChatSession {
         body
     }
 
-    /// Sends the conversation with this message, and prints the answer as it arrives. Ctrl-C ends the answer: what has arrived stays in the
-    /// conversation.
-    async fn answer(&mut self, message: String, is_terminal: bool) -> Result<()> {
+    /// Sends the conversation with this message, and prints the answer as it arrives. `interrupt` (Ctrl-C) ends the answer: what has arrived
+    /// stays in the conversation.
+    async fn answer(&mut self, message: String, mut interrupt: Option<Signal>) -> Result<()> {
         self.messages.push(json!({ "role": "user", "content": message }));
         let mut answers = Answers::request(Arc::clone(&self.server), &self.args.key_env, &self.request());
         let mut format = terminal::width().map(TerminalAnswer::new);
-        // Without a terminal, Ctrl-C ends the program as usual.
-        let mut interrupt = if is_terminal { Some(signal(SignalKind::interrupt())?) } else { None };
         let (mut summary, mut text) = (AnswerSummary::begin(), String::new());
         let mut result = Ok(());
         loop {

@@ -43,4 +43,10 @@ impl Member {
             transfer_bytes_per_second: measurement(measured.transfer_bytes_per_second, 1.0),
         }
     }
+
+    /// Exports what was learned from the latest prompts.
+    pub(in crate::cluster) fn export_findings(&self) {
+        self.series.findings.index_excess.set(self.findings.correction().blocks());
+        self.series.findings.reports_nothing.set(f64::from(u8::from(self.findings.is_silent())));
+    }
 }

@@ -56,7 +56,7 @@ fn exact_reports_are_not_corrected() {
 fn engine_that_drops_a_constant_number_of_blocks_is_predicted_exactly() {
     let mut engine = Engine::new(1, 0);
     assert_eq!(engine.wrong_predictions(), 0);
-    assert!(engine.note().expect("the operator is told").contains("one block less"));
+    assert!(engine.note().expect("there is a note").contains("one block less"));
     assert!(engine.scenario.recorder.render().contains(r#"tandem_router_index_excess_blocks{worker="d0"} 1"#));
 }
 
@@ -64,7 +64,7 @@ fn engine_that_drops_a_constant_number_of_blocks_is_predicted_exactly() {
 fn engine_that_finds_nothing_is_predicted_exactly() {
     let mut engine = Engine::new(u32::MAX, 0);
     assert_eq!(engine.wrong_predictions(), 0);
-    assert!(engine.note().expect("the operator is told").contains("none of the blocks"));
+    assert!(engine.note().expect("there is a note").contains("none of the blocks"));
 }
 
 #[tokio::test(start_paused = true)]
@@ -72,7 +72,7 @@ async fn prompts_of_an_engine_that_reports_late_count_as_cached_for_some_seconds
     let mut engine = Engine::new(0, 3);
     let wrong = engine.wrong_predictions();
     assert_eq!(wrong, 0);
-    assert!(engine.note().expect("the operator is told").contains("late"));
+    assert!(engine.note().expect("there is a note").contains("late"));
     // The last prompt is never reported.
     let (predicted, _) = engine.compute(9, 12, 14);
     assert_eq!(predicted, 12);
@@ -82,9 +82,9 @@ async fn prompts_of_an_engine_that_reports_late_count_as_cached_for_some_seconds
 }
 
 #[test]
-fn worker_that_computes_prompts_but_reports_nothing_is_told() {
+fn worker_that_computes_prompts_but_reports_nothing_is_noted() {
     let mut engine = Engine::new(u32::MAX, usize::MAX);
     engine.wrong_predictions();
-    assert!(engine.note().expect("the operator is told").contains("reports no cached blocks"));
+    assert!(engine.note().expect("there is a note").contains("reports no cached blocks"));
     assert!(engine.scenario.recorder.render().contains(r#"tandem_router_worker_reports_nothing{worker="d0"} 1"#));
 }
