@@ -156,7 +156,7 @@ pub(super) fn shown(message: &DynamicMessage) -> Json {
             _ if field.supports_presence() && !matches!(field.kind(), Kind::Message(_)) => "optional ",
             _ => "",
         };
-        (format!("{} {} {presence}{}", field.number(), field.name(), type_name(&field)), json_of(&field, value))
+        (format!("{} {} {presence}{}", field.number(), field.name(), type_name(&field)), json_of(value))
     });
     Json::Object(shown.collect())
 }
@@ -172,7 +172,7 @@ fn type_name(field: &FieldDescriptor) -> String {
     }
 }
 
-fn json_of(field: &FieldDescriptor, value: &Value) -> Json {
+fn json_of(value: &Value) -> Json {
     match value {
         Value::Bool(value) => json!(value),
         Value::I32(value) => json!(value),
@@ -185,8 +185,8 @@ fn json_of(field: &FieldDescriptor, value: &Value) -> Json {
         Value::Bytes(value) => json!(hex(value)),
         Value::EnumNumber(number) => json!(number),
         Value::Message(message) => shown(message),
-        Value::List(values) => values.iter().map(|value| json_of(field, value)).collect(),
-        Value::Map(entries) => entries.iter().map(|(key, value)| (format!("{key:?}"), json_of(field, value))).collect(),
+        Value::List(values) => values.iter().map(json_of).collect(),
+        Value::Map(entries) => entries.iter().map(|(key, value)| (format!("{key:?}"), json_of(value))).collect(),
     }
 }
 
