@@ -3,7 +3,7 @@
 # templates: a greeting, a tool loop that writes a file, a second turn, a cut and an interrupted call, a conversation that outgrows the context,
 # and a session of 40 requests whose cached share the client reports. To be run by hand and before a release; ci/test.sh does not run it.
 #
-#   ci/agents.sh                        all scenarios (ten minutes), with a release build
+#   ci/agents.sh                        all scenarios (five minutes), with a release build
 #   ci/agents.sh --binary PATH          with this build of tandem
 #   ci/agents.sh --only TEXT            only scenarios whose titles contain the text, such as "codex qwen-3.5 "
 #

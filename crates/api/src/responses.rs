@@ -82,7 +82,7 @@ impl ResponsesRequest {
         chat.options.check_one_text()?;
         let tools = &chat.conversation.tools;
         if tools.required_input().is_none() && tools.list.iter().any(|tool| tool.input.is_some()) {
-            left_out.push("tools[].format".to_owned());
+            left_out.push("custom.format".to_owned());
         }
         Ok(Responses { chat: Chat { left_out, ..chat }, repeated, origins })
     }
