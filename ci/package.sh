@@ -3,7 +3,7 @@
 #
 #   ci/package.sh          everything below but `check`
 #   ci/package.sh build    the wheel, the tarball, the image, the SBOM and SHA256SUMS, in target/package; needs Docker and apt-get
-#   ci/package.sh prove    installs and starts each of them without a network, and sends requests; needs root, debootstrap and Docker
+#   ci/package.sh prove    installs and starts each of them, without a network but for the default model, and sends requests; needs root, debootstrap and Docker
 #   ci/package.sh check    lints the workflows and the systemd unit, and compares versions; ci/test.sh runs it
 #
 # Tools are installed from PyPI and crates.io in target/ci-package (400 MB). PYTHON: the Python to use, 3.11 or later [default: python3].
@@ -196,12 +196,42 @@ prove() {
     serves tarball "$work/$name/bin/tandem"
 
     docker load -q -i "$out/$name-image.tar.gz"
-    printf '\n== image: %s\n' "$(docker run --rm "$image" --version)"
-    process=$(docker run -d --network none --read-only --cap-drop ALL --security-opt no-new-privileges "$image" up --engine sim)
+    contains image -- up --engine sim
+    first_answer "$wheel"
+    # The image has no pip, so the model is in a folder of the host.
+    chmod -R a+rX "$work/models"
+    contains "image with a mounted model" --volume "$work/models:/var/lib/tandem/models:ro" -- up
+}
+
+# Starts the image without a network, after a title. The arguments after the title are those of `docker run` and, after `--`, of the program.
+contains() {
+    local what=$1 options=() process
+    shift
+    while [ "${1:---}" != -- ]; do options+=("$1"); shift; done
+    shift
+    printf '\n== %s: %s\n' "$what" "$(docker run --rm "$image" --version)"
+    process=$(docker run -d --network none --read-only --cap-drop ALL --security-opt no-new-privileges "${options[@]}" "$image" "$@")
     # shellcheck disable=SC2064 # The container is this one.
     trap "docker rm -f $process >/dev/null; rm -rf '$work'" EXIT
-    (answers "$(docker inspect -f '{{.State.Pid}}' "$process")" image) || { docker logs "$process"; exit 1; }
-    [ "$(docker wait "$process")" -eq 0 ] || fail "the image ended with an error after SIGTERM"
+    (answers "$(docker inspect -f '{{.State.Pid}}' "$process")" "$what") || { docker logs "$process"; exit 1; }
+    [ "$(docker wait "$process")" -eq 0 ] || fail "$what ended with an error after SIGTERM"
+    docker rm -f "$process" >/dev/null
+}
+
+# Installs the wheel as a new user does, with the network, and prints the time until the default model has answered a chat.
+first_answer() {
+    local started=$SECONDS process
+    printf '\n== wheel, with the default model\n'
+    "$python" -m venv "$work/new"
+    "$work/new/bin/pip" install -q "$1"
+    TANDEM_MODELS_DIR="$work/models" PATH="$work/new/bin:$PATH" tandem up --listen 127.0.0.1:28000 >"$work/log" 2>&1 &
+    process=$!
+    "$work/new/bin/tandem" ready 127.0.0.1:28000 --wait || { cat "$work/log"; fail "the wheel did not start with the default model"; }
+    echo "What is a tandem bicycle?" | "$work/new/bin/tandem" chat 127.0.0.1:28000
+    printf 'answered %d s after the start of the installation\n' $((SECONDS - started))
+    kill -TERM "$process"
+    wait "$process" || fail "the wheel ended with status $? after SIGTERM"
+    [ $((SECONDS - started)) -le 60 ] || fail "the first answer took longer than 60 s"
 }
 
 work=$(mktemp -d)
