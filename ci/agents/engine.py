@@ -15,7 +15,7 @@ from pathlib import Path
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 BLOCK = 16
-# The time limit for an answer that hangs until the client goes away.
+# The time limit for an answer that hangs until the client disconnects.
 HANG_SECONDS = 60
 
 # The answer to requests that are no scenario's: for titles, and Codex's for a summary.
@@ -73,7 +73,7 @@ class Tokens:
 
 @dataclass
 class Answer:
-    """An answer of the script. `ends`: `whole`, `limit` (cut by the limit on tokens), `hang` (never, until the client goes away)."""
+    """An answer of the script. `ends`: `whole`, `limit` (cut by the limit on tokens), `hang` (never, until the client disconnects)."""
 
     text: str | None = None
     call: tuple | None = None
