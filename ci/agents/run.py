@@ -130,12 +130,12 @@ class Scenarios:
         """The limit on tokens ends an answer within a call, whose beginning is a command of its own."""
         agent = self.agent("cut")
         cut = Answer(call=agent.command("touch cut.txt; true and the rest of it"), ends="limit", before=" and the rest")
-        script = self.script(cut, *[Answer("I continue.")] * 8)
+        script = self.script(cut, *[Answer("Then another step.")] * 8)
         turn = agent.turn("Make a file.")
         check(not (agent.work / "cut.txt").exists(), "the cut call was run")
         for prompt in script.prompts[1:]:
             check("Invalid" not in prompt.split("Make a file.")[-1], "the cut call was given to a tool")
-        check(turn.text == "I continue." or turn.errors, f"the turn ended with {turn.text!r}")
+        check(turn.text == "Then another step." or turn.errors, f"the turn ended with {turn.text!r}")
         said = turn.errors[-1] if turn.errors else f"continued, {len(script.prompts)} requests"
         after = self.script(Answer("Next turn."))
         self.expect(agent.turn("And now?", resume=True), "Next turn.", after)
@@ -198,7 +198,7 @@ class Scenarios:
 
 BOTH = ["hello", "tool_loop", "second_turn", "cut_call", "interrupted_call", "session"]
 NAMES = {Claude: [*BOTH, "deferred_tool"], Codex: BOTH}
-# These run with a short context. Only Codex needs its length as a setting.
+# These run with a short context. Only Codex needs a setting for its length.
 LONG = {Claude: ["over_long"], Codex: ["over_long", "unknown_context"]}
 
 
