@@ -81,7 +81,12 @@ pub enum RatesError {
     /// The server does not report tokens, or generated none.
     #[error("the server's answers report no `usage`, or have too few tokens; rates can be measured only with both")]
     NoUsage,
-    /// The measurements took too long.
+    /// The times show no rate.
+    #[error(
+        "the time to the first token does not grow with the prompt, so no rate follows; allow longer prompts with --prompt-tokens-max"
+    )]
+    Flat,
+    /// The time limit has passed.
     #[error(
         "the measurements were not complete within {0} s; allow more with --timeout, or use shorter prompts with --prompt-tokens-max"
     )]
@@ -107,17 +112,18 @@ async fn measure(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
     let (batches, decode_workers) = probe.batches(settings.batch_max).await?;
     let (_, least_ms) = probe.shortest(1).await?;
     let prompts = probe.prompts(settings.prompt_tokens_max).await?;
-    Ok(MeasuredRates::of(prompts, batches, least_ms, settings.chunk_tokens, decode_workers))
+    let rates = MeasuredRates::of(prompts, batches, least_ms, settings.chunk_tokens, decode_workers);
+    if rates.prefill_tokens_per_second.is_finite() { Ok(rates) } else { Err(RatesError::Flat) }
 }
 
 impl MeasuredRates {
     /// Returns the rates that follow from these measurements. `least_ms` is the time to the first token of a prompt of one token, with chunks of
     /// `chunk_tokens` tokens: it is the time of the network, of the API and of the first step of an answer, which is part of all others.
     fn of(prompts: Vec<(u64, f64)>, batches: Vec<(f64, f64)>, least_ms: f64, chunk_tokens: u64, decode_workers: usize) -> Self {
-        let (decode_step_ms, decode_sequence_ms) = fit(batches.iter().map(|(batch, ms)| ([1.0, *batch], *ms)));
+        let (decode_step_ms, decode_sequence_ms) = fit(batches.iter().map(|(batch, ms)| ([1.0, *batch], *ms, *ms)));
         let of_prompt = |(tokens, ms): &(u64, f64)| {
             let steps = tokens.div_ceil(chunk_tokens);
-            ([steps as f64, *tokens as f64], (ms - least_ms).max(f64::MIN_POSITIVE))
+            ([steps as f64, *tokens as f64], (ms - least_ms).max(0.0), *ms)
         };
         let (prefill_step_ms, token_ms) = fit(prompts.iter().map(of_prompt));
         let prefill_tokens_per_second = 1e3 / token_ms;
@@ -162,7 +168,7 @@ impl Probe {
             // A little less than a power of two, so that no chunk has one or two tokens only.
             let (computed, ms) = self.shortest(tokens * 15 / 16).await?;
             found.push((computed, ms));
-            if ms > PROMPT_MAX.as_secs_f64() * 1e3 {
+            if found.len() > 1 && ms > PROMPT_MAX.as_secs_f64() * 1e3 {
                 break;
             }
             tokens *= 2;
@@ -214,13 +220,13 @@ fn token_ms(answers: &[MeasuredAnswer]) -> Option<f64> {
 }
 
 /// Returns the two factors, neither of which is negative, with which the products of the first two numbers come nearest to the third, relative
-/// to its size.
-fn fit(points: impl Iterator<Item = ([f64; 2], f64)>) -> (f64, f64) {
+/// to the fourth: the measured time, which is above 0.
+fn fit(points: impl Iterator<Item = ([f64; 2], f64, f64)>) -> (f64, f64) {
     let (mut a, mut b) = ([[0.0; 2]; 2], [0.0; 2]);
-    for (x, y) in points {
-        let x = x.map(|x| x / y);
+    for (x, y, measured) in points {
+        let x = x.map(|x| x / measured);
         for row in 0..2 {
-            b[row] += x[row];
+            b[row] += x[row] * y / measured;
             (0..2).for_each(|column| a[row][column] += x[row] * x[column]);
         }
     }
@@ -243,12 +249,12 @@ mod tests {
         let near = |(found, other): (f64, f64), expected: (f64, f64)| {
             assert!((found - expected.0).abs() < 1e-9 && (other - expected.1).abs() < 1e-9, "{found} {other}");
         };
-        let line = |step: f64, each: f64| [1.0, 4.0, 16.0].map(|batch| ([1.0, batch], step + each * batch));
+        let line = |step: f64, each: f64| [1.0, 4.0, 16.0].map(|batch| ([1.0, batch], step + each * batch, 1.0));
         near(fit(line(6.0, 0.1).into_iter()), (6.0, 0.1));
         near(fit(line(6.0, 0.0).into_iter()), (6.0, 0.0));
         // A line that would begin below zero begins at zero, and one that falls is level.
-        assert_eq!(fit([([1.0, 1.0], 1.0), ([1.0, 2.0], 3.0)].into_iter()).0, 0.0);
-        assert_eq!(fit([([1.0, 1.0], 3.0), ([1.0, 2.0], 1.0)].into_iter()).1, 0.0);
+        assert_eq!(fit([([1.0, 1.0], 1.0, 1.0), ([1.0, 2.0], 3.0, 3.0)].into_iter()).0, 0.0);
+        assert_eq!(fit([([1.0, 1.0], 3.0, 3.0), ([1.0, 2.0], 1.0, 1.0)].into_iter()).1, 0.0);
     }
 
     #[test]
@@ -262,6 +268,20 @@ mod tests {
         for (found, given) in rates.into_iter().zip([20_000.0, 4.0, 6.0, 0.1]) {
             assert!((found / given - 1.0).abs() < 1e-6, "{rates:?}");
         }
+    }
+
+    /// A device on which short prompts take one step of the same time, so that only long prompts show the rate.
+    #[test]
+    fn short_prompts_that_take_no_measurable_time_do_not_decide_the_rate() {
+        let of = |short_ms: f64| {
+            let prompts = vec![(59, short_ms), (1_919, 9.0 + 96.0), (3_839, 9.0 + 192.0), (7_679, 9.0 + 384.0)];
+            MeasuredRates::of(prompts, vec![(1.0, 6.0), (2.0, 6.0)], 9.0, 8_192, 1).prefill_tokens_per_second
+        };
+        for short_ms in [8.9, 9.0, 9.05, 12.0] {
+            assert!((of(short_ms) / 20_000.0 - 1.0).abs() < 0.1, "{short_ms} ms: {} tokens/s", of(short_ms));
+        }
+        let flat = MeasuredRates::of(vec![(59, 9.0), (119, 9.0)], vec![(1.0, 6.0), (2.0, 6.0)], 9.0, 512, 1);
+        assert!(!flat.prefill_tokens_per_second.is_finite());
     }
 
     #[test]

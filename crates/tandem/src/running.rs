@@ -125,12 +125,9 @@ impl RunningCluster {
     pub(crate) fn all(folders: &[PathBuf]) -> Result<Vec<Self>> {
         let mut running = Vec::new();
         for folder in folders {
-            let metadata = match fs::symlink_metadata(folder) {
-                Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                metadata => metadata.with_context(|| format!("{} cannot be read", folder.display()))?,
-            };
-            if is_private(&metadata).is_err() {
-                // No process of this user has written into it.
+            // No process of this user has written into a folder that does not exist or belongs to another user, such as that of a login as
+            // another user.
+            if !fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir() && is_private(&metadata).is_ok()) {
                 continue;
             }
             let names = fs::read_dir(folder).with_context(|| format!("{} cannot be read", folder.display()))?.flatten();

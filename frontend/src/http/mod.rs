@@ -55,7 +55,8 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
         (true, None) => pages(&app, exposed(dashboard)),
         (true, Some(_)) => exposed(pages(&app, dashboard)),
     };
-    let has_dashboard = with_pages && app.recent.is_some();
+    // With keys, most users of the chat cannot open the dashboard.
+    let has_dashboard = with_pages && app.recent.is_some() && app.keys.is_none();
     let chat = dashboard::chat(if has_dashboard { Neighbour::Served } else { Neighbour::Absent });
     let mut routes = described()
         .route("/v1/chat/completions", post(chat::create))

@@ -77,8 +77,11 @@ impl PlanArgs {
     /// Returns why no cluster meets the service levels, and what to do.
     fn failure(&self, found: &ClusterPlan, slo: &Slo) -> String {
         let (share, workers) = (self.slo_percent, self.max_workers);
-        if found.tried.is_empty() {
+        if (found.idle.requests - found.idle.any) as f64 * 100.0 < share * found.idle.requests as f64 {
             return impossible(&found.idle, slo, share);
+        }
+        if found.tried.is_empty() {
+            return "no cluster was tried: --prefill remote needs a --max-workers of at least 2".to_owned();
         }
         let best = found
             .tried

@@ -130,7 +130,7 @@ fn event(line: &str) -> Result<ChatEvent> {
 /// The times and counts of an answer.
 pub(super) struct AnswerSummary {
     since: Instant,
-    first: Option<Instant>,
+    pub(super) first: Option<Instant>,
     last: Option<Instant>,
     pub(super) usage: Option<AnswerCounts>,
 }

@@ -212,7 +212,11 @@ impl ChatSession {
         } else {
             self.messages.push(json!({ "role": "assistant", "content": text }));
         }
-        if !is_refused {
+        if is_refused {
+            // Reasoning may have arrived: the error is not part of it.
+            let begun = format.filter(|_| summary.first.is_some());
+            write(&begun.map_or_else(String::new, |mut format| format.end("")))?;
+        } else {
             let summary = summary.to_string();
             write(&format.map_or_else(|| format!("\n{summary}\n"), |mut format| format.end(&summary)))?;
         }

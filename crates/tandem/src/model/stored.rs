@@ -95,7 +95,7 @@ fn source(path: &Path) -> Option<String> {
     }
 }
 
-/// Removes a model from the store at `dir`, and the folders that are empty then.
+/// Removes a model from the store at `dir`, and the folders that are empty then. The folder of a downloaded model keeps its lock file.
 ///
 /// # Errors
 /// The model is a link to a place outside the store, or its files cannot be removed.

@@ -11,6 +11,8 @@ const END_PX = 48;
 let messages = [];
 // Ends the request that is under way; null if there is none.
 let running = null;
+// Whether the server has refused the key, or the lack of one. It is asked for the models again when the key has changed.
+let keyRefused = false;
 
 // Returns the events of a streamed answer, as objects.
 async function* events(body) {
@@ -33,7 +35,10 @@ async function* events(body) {
 async function ask(path, options = {}) {
   const key = byId('chat-key').value;
   const answer = await fetch(path, { ...options, headers: { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) } });
-  if (answer.status === 401) byId('chat-key-part').hidden = false;
+  if (answer.status === 401) {
+    byId('chat-key-part').hidden = false;
+    keyRefused = true;
+  }
   if (answer.ok) return answer;
   const { error } = await answer.json();
   throw new Error(error.message);
@@ -78,6 +83,8 @@ async function answer(place) {
   const thoughts = el('p', { class: 'quiet thoughts' });
   const shown = el('div', { class: 'text' });
   place.append(thoughts, shown);
+  // A new conversation may begin before this answer has ended.
+  const mine = messages;
   let text = '';
   let first = null;
   let usage = null;
@@ -102,9 +109,9 @@ async function answer(place) {
     running = null;
     cancelAnimationFrame(frame);
     show();
-    if (text) messages.push({ role: 'assistant', content: text });
+    if (text) mine.push({ role: 'assistant', content: text });
     // A message without an answer is not sent again with the next one.
-    else messages.pop();
+    else mine.pop();
   }
   if (usage) follow(() => place.append(cost(usage, text, first, performance.now() - began)));
 }
@@ -150,7 +157,7 @@ async function showState() {
     const { status } = await (await fetch('ready', { cache: 'no-store' })).json();
     setText(byId('state'), status === 'ready' ? 'Ready' : `Not ready: ${status}`);
     byId('state').className = status === 'ready' ? 'good' : 'bad';
-    if (byId('chat-model').options.length === 0) await showModels();
+    if (byId('chat-model').options.length === 0 && !keyRefused) await showModels();
   } catch (error) {
     setText(byId('state'), error.message);
     byId('state').className = 'bad';
@@ -175,7 +182,10 @@ function listen() {
   });
   byId('chat-stop').addEventListener('click', () => running?.abort());
   byId('chat-clear').addEventListener('click', clear);
-  byId('chat-key').addEventListener('change', showState);
+  byId('chat-key').addEventListener('change', () => {
+    keyRefused = false;
+    showState();
+  });
   for (const example of byId('examples').querySelectorAll('button')) {
     example.addEventListener('click', () => send(example.textContent));
   }
