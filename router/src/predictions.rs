@@ -131,14 +131,19 @@ impl UnreportedPrompts {
 
     /// Adds a prompt that the worker has computed.
     pub(crate) fn add(&mut self, worker: WorkerSlot, prompt: &Arc<[SequenceHash]>, now: Instant) {
+        self.prompts.add(worker, prompt);
+        self.added.push_back((now, worker, prompt.clone()));
+        self.expire(now);
+    }
+
+    /// Removes the prompts that must have been reported by now.
+    pub(crate) fn expire(&mut self, now: Instant) {
         while let Some((at, worker, prompt)) = self.added.front()
-            && (self.added.len() >= UNREPORTED_MAX || now > *at + REPORT_TIME)
+            && (self.added.len() > UNREPORTED_MAX || now > *at + REPORT_TIME)
         {
             self.prompts.remove(*worker, prompt);
             self.added.pop_front();
         }
-        self.prompts.add(worker, prompt);
-        self.added.push_back((now, worker, prompt.clone()));
     }
 
     /// Removes all prompts of a worker that leaves.

@@ -92,6 +92,8 @@ pub struct Mirror {
     groups: LayerGroups,
     /// Whether the engine may hold blocks that the mirror does not know, because events were lost.
     is_incomplete: bool,
+    /// Of the last event in the batch with the mirrored group's blocks of a prompt: the first block, and whether it was held before.
+    begun: Option<(EngineHash, bool)>,
     ignored_kinds: BTreeSet<String>,
     unroutable: Unroutable,
 }
@@ -146,6 +148,7 @@ impl Mirror {
             group: None,
             groups: LayerGroups::default(),
             is_incomplete: false,
+            begun: None,
             ignored_kinds: BTreeSet::new(),
             unroutable: Unroutable::default(),
         })
@@ -161,6 +164,7 @@ impl Mirror {
 
     /// Applies events in the order in which the engine reported them.
     pub fn apply(&mut self, events: &[EngineEvent]) {
+        self.begun = None;
         for event in events {
             match event {
                 EngineEvent::Stored(stored) => self.store(stored),
@@ -252,6 +256,9 @@ impl Mirror {
         // The engine reports a prompt's first block as stored although it already holds that block. So the event reports blocks that were found in
         // the cache.
         let are_hits = self.settings.hits_are_reported && begins_held;
+        if let (None, Some(first)) = (&stored.parent, stored.hashes.first()) {
+            self.begun = Some((first.clone(), begins_held));
+        }
         let mut before = match &stored.parent {
             None => Before::Nothing,
             Some(parent) => self.engine_blocks.get(parent).map_or(Before::Unidentified, EngineBlock::last),
@@ -311,8 +318,11 @@ impl Mirror {
 
     /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
     fn hold_followed(&mut self, position: usize, stored: &BlocksStored) {
-        let begins =
-            stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(|block| block.parent.is_none());
+        let begins = stored.hashes.first().is_some_and(|first| match &self.begun {
+            // The mirrored group's event of the same prompt came first.
+            Some((begun, was_held)) if begun == first => *was_held,
+            _ => self.engine_blocks.get(first).is_some_and(|block| block.parent.is_none()),
+        });
         let is_whole = stored.hashes.len().checked_mul(stored.block_size as usize) == Some(stored.tokens.len());
         // A prefix whose first block the engine already holds in the mirrored group was found in the cache. Of an incomplete mirror's unknown prefix,
         // only the blocks are taken as held that are held in both cases.

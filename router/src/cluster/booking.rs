@@ -45,11 +45,11 @@ pub(super) struct BookingEntry {
 pub(super) struct Prediction {
     /// The number of tokens in a block.
     pub(super) block_size: u32,
-    /// Blocks that the worker had reported as cached.
+    /// Blocks that the worker had reported as cached, or must have cached although it reports late.
     pub(super) reported: u32,
     /// Blocks that the engine was expected to find.
     pub(super) overlap: u32,
-    /// Those, and blocks that other prompts were about to compute.
+    /// Blocks that the worker had reported, or was about to compute.
     pub(super) known: u32,
 }
 

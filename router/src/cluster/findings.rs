@@ -12,13 +12,15 @@ const RECENT: usize = 16;
 const RECENT_MIN: usize = 8;
 /// A worker reports late if this many of the latest prompts found more than was known.
 const LATE_MIN: usize = 4;
-/// A worker whose prompts have this often left nothing in its reports is said to report nothing.
+/// A worker that reports no blocks after this many prompts is said to report nothing.
 const SILENT_MIN: u32 = 8;
+/// Shorter prompts say nothing: an engine's block may have hundreds of tokens.
+const SILENT_TOKENS: u64 = 1_024;
 
 /// One prompt that a worker has computed. All numbers are leading blocks of the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FoundBlocks {
-    /// Blocks that the worker had reported as cached when the prompt was placed.
+    /// Blocks that the worker had reported as cached when the prompt was placed, or must have had cached although it reports late.
     pub(super) reported: u32,
     /// Blocks that were reported, or that other prompts were about to compute.
     pub(super) known: u32,
@@ -79,9 +81,19 @@ impl Findings {
         }
     }
 
-    /// Counts a prompt of at least one block that the worker has computed. `indexed` is the number of blocks that it reports now.
-    pub(super) fn computed(&mut self, indexed: u64) {
-        self.unreported_prompts = if indexed == 0 { self.unreported_prompts.saturating_add(1) } else { 0 };
+    /// Counts a prompt whose whole blocks have this many tokens, and that the worker has computed. `indexed` is the number of blocks that it reports
+    /// now.
+    pub(super) fn computed(&mut self, tokens: u64, indexed: u64) {
+        if indexed == 0 && tokens >= SILENT_TOKENS {
+            self.unreported_prompts = self.unreported_prompts.saturating_add(1);
+        }
+    }
+
+    /// Records that the worker reports blocks. Returns whether it was said to report nothing.
+    pub(super) fn reports(&mut self) -> bool {
+        let was_silent = self.is_silent();
+        self.unreported_prompts = 0;
+        was_silent
     }
 
     pub(super) fn correction(&self) -> Correction {
@@ -184,9 +196,12 @@ mod tests {
         assert_eq!(late.note(), None);
 
         let mut silent = Findings::default();
-        (0..8).for_each(|_| silent.computed(0));
+        (0..20).for_each(|_| silent.computed(1_008, 0));
+        (0..20).for_each(|_| silent.computed(2_000, 1));
+        assert_eq!(silent.note(), None);
+        (0..8).for_each(|_| silent.computed(1_024, 0));
         assert!(silent.is_silent() && silent.note().expect("it is named").contains("reports no cached blocks"));
-        silent.computed(1);
+        assert!(silent.reports() && !silent.reports());
         assert_eq!(silent.note(), None);
     }
 }

@@ -94,8 +94,10 @@ pub(super) struct Member {
 /// How much of a prompt a member has cached or is about to compute.
 #[derive(Clone, Copy, Default)]
 pub(super) struct MemberPrefix {
-    /// The number of the prompt's leading blocks that the member has reported as cached.
+    /// The number of the prompt's leading blocks that the member has reported as cached, or must have cached although it reports late.
     pub(super) reported_blocks: u32,
+    /// The number of leading blocks that the member has reported, or is about to compute.
+    pub(super) known_blocks: u32,
     /// The number of leading blocks that the member's engine is expected to find in its cache.
     pub(super) overlap_blocks: u32,
     /// The number of leading blocks that the member has cached or is about to compute.
@@ -246,7 +248,7 @@ impl ClusterMembers {
         member.bookings.on_all_included();
         let skipped = content.complete(member.slot);
         member.series.count_skipped(skipped);
-        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
+        member.on_indexed(self.index.blocks(member.slot));
     }
 
     /// Returns where the member's blocks are in the index; `None` if it is not a member any more.
@@ -259,7 +261,7 @@ impl ClusterMembers {
     pub(super) fn on_applied(&mut self, id: MemberId, applied: &Applied) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.series.count_applied(applied);
-        member.series.index_blocks.set(applied.blocks as f64);
+        member.on_indexed(applied.blocks);
     }
 
     /// Records the member's load. The caller must have applied all events that came with the load. `included` has the ids of the requests
@@ -399,9 +401,10 @@ impl ClusterMembers {
         let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            let reported_blocks = of(&reported, member);
-            let overlap_blocks = member.findings.correction().apply(reported_blocks).max(of(&unreported, member));
-            let prefix = MemberPrefix { reported_blocks, overlap_blocks, computed_blocks: of(&predicted, member) };
+            let (indexed, late) = (of(&reported, member), of(&unreported, member));
+            // Without its reuse points, it is unknown how much of an unreported prompt a hybrid model can reuse.
+            let is_known = late > indexed && !self.index.has_first(member.slot, SequenceHash::REUSE_POINTS);
+            let prefix = member.prefix(indexed, if is_known { late } else { indexed }, of(&predicted, member));
             Candidate { excluded, ..member.candidate(prefix, now, costs) }
         };
         members.iter().map(candidate).collect()
@@ -438,8 +441,9 @@ impl ClusterMembers {
                 member.bookings.remove(&booking.key);
             }
             let (slot, is_late) = (member.slot, member.findings.is_late());
-            if left == Departure::Served && !booking.hashes.is_empty() {
-                member.findings.computed(index.blocks(slot));
+            if left == Departure::Served {
+                let tokens = booking.hashes.len() as u64 * u64::from(member.info.block_size);
+                member.findings.computed(tokens, index.blocks(slot));
                 member.export_findings();
             }
             self.predictions.remove(slot, &booking.hashes);
@@ -447,6 +451,7 @@ impl ClusterMembers {
                 self.unreported.add(slot, &booking.hashes, now);
             }
         }
+        self.unreported.expire(now);
         if left == Departure::Served && was_prefilling {
             booking.answer.since = Some(now);
             if let Some(member) = self.of_mut(&booking.decode) {

@@ -305,7 +305,7 @@ impl ClusterState {
                 block_size: decision.query.block_size,
                 reported: computes.reported_blocks,
                 overlap: overlap_blocks,
-                known: overlap_blocks + computes.predicted_blocks,
+                known: computes.known_blocks,
             }),
             answer,
             waiting: decision.waiting(request, choice),

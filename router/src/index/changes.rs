@@ -356,13 +356,13 @@ impl PrefixIndex {
                 hashes = &hashes[1..];
                 continue;
             };
-            let (up, down, mut kept) = {
+            let (up, down, mut kept, is_single) = {
                 let shard = self.shards[id.shard()].read();
                 let run = shard.run(id);
                 let held = &run.hashes[..run.holders.get(row) as usize];
                 let up = held[offset..].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
                 let down = held[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
-                (up, down, held[offset + up..].to_vec())
+                (up, down, held[offset + up..].to_vec(), run.len() == 1)
             };
             let (start, count) = if up > down { (offset, up) } else { (offset + 1 - down, down) };
             let end = start + count;
@@ -372,8 +372,11 @@ impl PrefixIndex {
                 kept.clear();
             }
             let held = end + kept.len();
-            let markers = hashes[..count].iter().filter(|hash| hash.is_marker()).count() as u64;
-            writer.rows[row as usize].markers = writer.rows[row as usize].markers.saturating_sub(markers);
+            // A marker is a run of its own.
+            if is_single && first.is_marker() {
+                let markers = &mut writer.rows[row as usize].markers;
+                *markers = markers.saturating_sub(1);
+            }
             let blocks = &mut writer.rows[row as usize].blocks;
             for (at, hash) in hashes[..count].iter().enumerate() {
                 if let Some(ahead) = hashes.get(at + AHEAD) {

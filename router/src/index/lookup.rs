@@ -8,6 +8,9 @@ use super::{
 };
 use tandem_kv::SequenceHash;
 
+/// How far a lookup goes back to a reuse point, so that long prompts do not delay others. Earlier points count as none.
+const REUSE_SEARCH_BLOCKS: u32 = 1 << 12;
+
 /// The rows that lookups see.
 #[derive(Default)]
 pub(super) struct VisibleRows {
@@ -219,7 +222,8 @@ impl PrefixIndex {
         };
         let Some(mut open) = self.with_holders(SequenceHash::REUSE_POINTS, hybrid) else { return };
         let mut blocks = open.iter().map(|row| leading[view.slot(*row)]).max().unwrap_or(0);
-        while blocks > 0 && !open.is_empty() {
+        let end = blocks.saturating_sub(REUSE_SEARCH_BLOCKS);
+        while blocks > end && !open.is_empty() {
             let settle = |holders: &Holders| {
                 open.retain(|row| {
                     let leading = &mut leading[view.slot(*row)];

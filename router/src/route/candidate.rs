@@ -78,8 +78,10 @@ pub struct Candidate {
     pub excluded: bool,
     /// The longest prompt that the worker can take, in tokens: its cache's capacity, or its context length if that is shorter.
     pub tokens_max: u64,
-    /// Leading blocks of the prompt that the worker has reported as cached.
+    /// Leading blocks of the prompt that the worker has reported as cached, or must have cached although it reports late.
     pub reported_blocks: u32,
+    /// Leading blocks that the worker has reported, or is about to compute.
+    pub known_blocks: u32,
     /// Leading blocks of the prompt that the worker's engine is expected to find in its cache.
     pub overlap_blocks: u32,
     /// Leading blocks after `overlap_blocks` that placed requests are about to compute on the worker.

@@ -19,6 +19,7 @@ fn worker(role: WorkerRole) -> Candidate {
         excluded: false,
         tokens_max: 100_000,
         reported_blocks: 0,
+        known_blocks: 0,
         overlap_blocks: 0,
         predicted_blocks: 0,
         cache_filled: 0.0,

@@ -22,6 +22,7 @@ impl Member {
             excluded: false,
             tokens_max: capacity.min(context),
             reported_blocks: prefix.reported_blocks,
+            known_blocks: prefix.known_blocks,
             overlap_blocks: prefix.overlap_blocks,
             predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
@@ -41,6 +42,25 @@ impl Member {
             decode_step_ms: measurement(measured.decode_step_ms, decoded),
             prompt_share: if load.prompt_share > 0.0 { load.prompt_share } else { 1.0 },
             transfer_bytes_per_second: measurement(measured.transfer_bytes_per_second, 1.0),
+        }
+    }
+
+    /// Returns what is known of a prompt's leading blocks: those in the index, those that count as reported, and those that other prompts are about
+    /// to compute.
+    pub(in crate::cluster) fn prefix(&self, indexed: u32, reported: u32, computed: u32) -> MemberPrefix {
+        MemberPrefix {
+            reported_blocks: reported,
+            known_blocks: indexed.max(computed),
+            overlap_blocks: self.findings.correction().apply(reported),
+            computed_blocks: computed,
+        }
+    }
+
+    /// Records how many of the member's blocks are in the index.
+    pub(in crate::cluster) fn on_indexed(&mut self, blocks: u64) {
+        self.series.index_blocks.set(blocks as f64);
+        if blocks > 0 && self.findings.reports() {
+            self.export_findings();
         }
     }
 

@@ -34,11 +34,11 @@ impl Engine {
         (placement.decode.expect("a decode worker is chosen").overlap_blocks, found)
     }
 
-    /// Computes ten conversations of six turns, of which each adds two blocks. Returns how many of the last 50 predictions were wrong.
+    /// Computes forty conversations of six turns, of which each adds two blocks. Returns how many predictions after the first 50 were wrong.
     fn wrong_predictions(&mut self) -> usize {
-        let turns = (0..10).flat_map(|name| (0..6).map(move |turn| (name, turn)));
+        let turns = (0..40).flat_map(|name| (0..6).map(move |turn| (name, turn)));
         let results: Vec<_> = turns.map(|(name, turn)| self.compute(name, turn * 2, turn * 2 + 2)).collect();
-        results[results.len() - 50..].iter().filter(|(predicted, found)| predicted != found).count()
+        results[50..].iter().filter(|(predicted, found)| predicted != found).count()
     }
 
     fn note(&self) -> Option<String> {
@@ -74,17 +74,28 @@ async fn prompts_of_an_engine_that_reports_late_count_as_cached_for_some_seconds
     assert_eq!(wrong, 0);
     assert!(engine.note().expect("there is a note").contains("late"));
     // The last prompt is never reported.
-    let (predicted, _) = engine.compute(9, 12, 14);
+    let (predicted, _) = engine.compute(39, 12, 14);
     assert_eq!(predicted, 12);
     tokio::time::advance(Duration::from_secs(20)).await;
-    let (predicted, _) = engine.compute(9, 14, 16);
+    let (predicted, _) = engine.compute(39, 14, 16);
     assert!(predicted < 14, "{predicted} blocks");
 }
 
 #[test]
 fn worker_that_computes_prompts_but_reports_nothing_is_noted() {
     let mut engine = Engine::new(u32::MAX, usize::MAX);
-    engine.wrong_predictions();
+    (0..8).for_each(|name| {
+        engine.compute(name, 0, 64);
+    });
     assert!(engine.note().expect("there is a note").contains("reports no cached blocks"));
     assert!(engine.scenario.recorder.render().contains(r#"tandem_router_worker_reports_nothing{worker="d0"} 1"#));
+    engine.late = 0;
+    engine.compute(9, 0, 64);
+    assert!(engine.scenario.recorder.render().contains(r#"tandem_router_worker_reports_nothing{worker="d0"} 0"#));
+}
+
+#[test]
+fn late_engine_that_drops_blocks_is_predicted_exactly() {
+    let mut engine = Engine::new(1, 3);
+    assert_eq!(engine.wrong_predictions(), 0);
 }

@@ -139,6 +139,11 @@ impl Calls {
         self.advance(pieces);
         match &self.state {
             CallState::Text if !self.opens_with(name) => return,
+            // No special token is part of such an input, so this one ends the answer.
+            CallState::Arguments { reader: ArgumentsReader::Input { .. }, .. } => {
+                self.is_ended = true;
+                return self.advance(pieces);
+            }
             CallState::Arguments { reader, nested } if !reader.has_tag(name) => {
                 self.state = CallState::After { nested: *nested };
                 self.is_cut = true;

@@ -319,6 +319,9 @@ fn required_input_is_the_whole_answer() {
     let arguments = json!({ "input": text }).to_string().replace("\":\"{", "\": \"{");
     check(&format, text, &["call 0 f", &format!("arguments 0 {arguments}")]);
     check(&format, "", &[]);
+    // Further deltas may hold only the end of the input.
+    let ended = split(&format, [text, "\0<|im_end|>"]).concat().replace("arguments 0 \"}", "\"}");
+    assert_eq!(ended, format!("call 0 farguments 0 {arguments}"));
 }
 
 #[test]
