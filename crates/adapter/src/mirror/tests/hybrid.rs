@@ -181,7 +181,7 @@ fn found_prefix_is_held_only_as_far_as_a_window_needs_it() {
     // A copy that was found is no second copy: one removal is enough.
     mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes: vec![number(5)], medium: Medium::Device, group: Some(1) })]);
     assert_eq!(promised(&mirror), [0; 5]);
-    // After lost events, a found prefix tells which blocks the window holds.
+    // After lost events, a found prefix shows which blocks the window holds.
     mirror.clear();
     mirror.apply(&[window(&[1, 2, 3, 4, 5]), full()]);
     assert_eq!(promised(&mirror), [0, 0, 0, 0, 5]);
