@@ -90,10 +90,6 @@ pub struct Mirror {
     /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first report.
     group: Option<u32>,
     groups: LayerGroups,
-    /// Whether the engine may hold blocks that the mirror does not know, because events were lost.
-    is_incomplete: bool,
-    /// Of the last event in the batch with the mirrored group's blocks of a prompt: the first block, and whether it was held before.
-    begun: Option<(EngineHash, bool)>,
     ignored_kinds: BTreeSet<String>,
     unroutable: Unroutable,
 }
@@ -147,8 +143,6 @@ impl Mirror {
             assumed: Assumed::new(device_blocks as usize),
             group: None,
             groups: LayerGroups::default(),
-            is_incomplete: false,
-            begun: None,
             ignored_kinds: BTreeSet::new(),
             unroutable: Unroutable::default(),
         })
@@ -164,15 +158,11 @@ impl Mirror {
 
     /// Applies events in the order in which the engine reported them.
     pub fn apply(&mut self, events: &[EngineEvent]) {
-        self.begun = None;
         for event in events {
             match event {
                 EngineEvent::Stored(stored) => self.store(stored),
                 EngineEvent::Removed(removed) => self.remove(removed),
-                EngineEvent::Cleared => {
-                    self.clear();
-                    self.is_incomplete = false;
-                }
+                EngineEvent::Cleared => self.clear(),
             }
         }
     }
@@ -185,9 +175,8 @@ impl Mirror {
         self.assumed.store(&hashes, &mut self.blocks);
     }
 
-    /// Drops all blocks of the mirror, because events were lost.
+    /// Drops all blocks of the mirror.
     pub fn clear(&mut self) {
-        self.is_incomplete = true;
         self.engine_blocks.clear();
         self.assumed.clear();
         self.blocks.clear();
@@ -256,9 +245,6 @@ impl Mirror {
         // The engine reports a prompt's first block as stored although it already holds that block. So the event reports blocks that were found in
         // the cache.
         let are_hits = self.settings.hits_are_reported && begins_held;
-        if let (None, Some(first)) = (&stored.parent, stored.hashes.first()) {
-            self.begun = Some((first.clone(), begins_held));
-        }
         let mut before = match &stored.parent {
             None => Before::Nothing,
             Some(parent) => self.engine_blocks.get(parent).map_or(Before::Unidentified, EngineBlock::last),
@@ -318,15 +304,9 @@ impl Mirror {
 
     /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
     fn hold_followed(&mut self, position: usize, stored: &BlocksStored) {
-        let begins = stored.hashes.first().is_some_and(|first| match &self.begun {
-            // The mirrored group's event of the same prompt came first.
-            Some((begun, was_held)) if begun == first => *was_held,
-            _ => self.engine_blocks.get(first).is_some_and(|block| block.parent.is_none()),
-        });
         let is_whole = stored.hashes.len().checked_mul(stored.block_size as usize) == Some(stored.tokens.len());
-        // A prefix whose first block the engine already holds in the mirrored group was found in the cache. Of an incomplete mirror's unknown prefix,
-        // only the blocks are taken as held that are held in both cases.
-        let found = (self.settings.hits_are_reported && stored.parent.is_none() && is_whole && (begins || self.is_incomplete))
+        // The blocks from the start of a prompt may have been stored, or found in the cache: what is held in both cases counts.
+        let found = (self.settings.hits_are_reported && stored.parent.is_none() && is_whole)
             .then(|| self.groups.found(position, &stored.hashes));
         let held = found.as_deref().unwrap_or(&stored.hashes);
         self.unroutable.excess += self.groups.hold(position, held, self.settings.engine_blocks_max);

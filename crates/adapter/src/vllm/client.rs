@@ -2,6 +2,7 @@
 
 use super::{
     handle, metrics,
+    metrics::EngineConstants,
     request::{GenerateBody, SamplingParams, VllmStreamOptions},
     response,
 };
@@ -40,6 +41,7 @@ pub(super) struct VllmClient {
     served: ServedModels,
     /// The time for which the engine is certain to hold a prompt's KV, so that another engine can pull it.
     handle_valid: Duration,
+    hits_are_reported: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -84,12 +86,12 @@ pub(super) struct EventSource {
 impl VllmClient {
     pub fn new(settings: ClientSettings) -> Self {
         let ClientSettings { http, rank, hash_key, handle_valid } = settings;
-        Self { http, rank, hash_key, served: ServedModels::default(), handle_valid }
+        Self { http, rank, hash_key, served: ServedModels::default(), handle_valid, hits_are_reported: true }
     }
 
-    /// Sets the models to which requests are sent.
-    pub fn with_models(self, served: ServedModels) -> Self {
-        Self { served, ..self }
+    /// Sets the models to which requests are sent, and whether the engine's events are to report cached blocks that a request uses.
+    pub fn serving(self, served: ServedModels, constants: &EngineConstants) -> Self {
+        Self { served, hits_are_reported: !constants.has_groups(), ..self }
     }
 
     pub fn http(&self) -> &EngineHttp {
@@ -166,7 +168,7 @@ impl VllmClient {
         GenerateBody {
             model: call.namespace.model().filter(|model| self.served.loras.iter().any(|lora| lora == model)),
             token_ids: &call.tokens,
-            sampling_params,
+            sampling_params: if self.hits_are_reported { sampling_params } else { sampling_params.without_hits() },
             cache_salt,
             stream: false,
             stream_options: None,

@@ -136,7 +136,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let (served, version, metrics) = describe(&client).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
     let (model, loras) = (model_description(&served), served.loras.clone());
-    let client = Arc::new(client.with_models(served));
+    let client = Arc::new(client.serving(served, &constants));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     let capacity_blocks = u32::try_from(constants.capacity_tokens() / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
     let subscription = match constants.prefix_caching {
@@ -150,7 +150,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         block_size,
         engine_block_size: constants.block_size,
         device_blocks: capacity_blocks,
-        hits_are_reported: true,
+        hits_are_reported: !constants.has_groups(),
         engine_blocks_max: MIRRORED_BLOCKS_MAX,
     })?;
     let info =

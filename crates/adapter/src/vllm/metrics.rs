@@ -31,6 +31,14 @@ impl EngineConstants {
         })
     }
 
+    /// Whether several groups of layers share the engine's blocks: then fewer tokens fit than the blocks suggest. Of found prefixes, such an engine
+    /// reports all blocks for every group, even those that a group does not hold, so they must not be reported. With few other layers, this is not
+    /// noticed; the mirror then counts only what the groups hold in any case.
+    pub fn has_groups(&self) -> bool {
+        let of_blocks = u64::from(self.blocks) * u64::from(self.block_size);
+        self.tokens.is_some_and(|tokens| tokens * 20 < of_blocks * 19)
+    }
+
     /// Returns the number of tokens that fit into the engine's blocks: all except the first.
     pub fn capacity_tokens(&self) -> u64 {
         let of_blocks = u64::from(self.blocks.saturating_sub(1)) * u64::from(self.block_size);
@@ -97,6 +105,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
         assert_eq!(first, expected);
         let second = EngineConstants::parse(METRICS, 1).expect("the page has the metrics of rank 1");
         assert_eq!((second.blocks, second.prefix_caching), (200, false));
+        assert_eq!((first.has_groups(), second.has_groups()), (false, true));
         assert_eq!(EngineConstants::parse(METRICS, 2), None);
         assert_eq!(ranks(METRICS), [(0, 255 * 32), (1, 1522)]);
         assert_eq!(ranks(""), []);

@@ -110,6 +110,11 @@ impl<'a> SamplingParams<'a> {
         }
     }
 
+    /// Returns these parameters, with which the engine's KV events do not report cached blocks.
+    pub fn without_hits(self) -> Self {
+        Self { extra_args: ExtraArgs { kv_cache_report_mode: "incremental" }, ..self }
+    }
+
     /// Returns the parameters of a request that only computes its prompt, and one token, because vLLM generates at least one.
     pub fn prompt_only(sampling: &'a Sampling, prompt_logprobs: Option<u32>) -> Self {
         Self { temperature: 0.0, prompt_logprobs, structured_outputs: None, ..Self::new(sampling, 1) }

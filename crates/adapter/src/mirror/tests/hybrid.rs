@@ -190,11 +190,11 @@ fn found_prefix_is_held_only_as_far_as_a_window_needs_it() {
 #[test]
 fn order_of_the_groups_events_does_not_matter() {
     let prompt = tokens(1, 5);
-    let window =
-        of_group(1, "sliding_window", BlocksStored { window_tokens: Some(9), ..first_blocks(&[1, 2, 3, 4, 5], prompt.clone()) });
+    let stored = BlocksStored { window_tokens: Some(9), ..first_blocks(&[1, 2, 3, 4, 5], prompt.clone()) };
+    let window = of_group(1, "sliding_window", stored);
     let full = EngineEvent::Stored(first_blocks(&[1, 2, 3, 4, 5], prompt.clone()));
     for events in [[full.clone(), window.clone()], [window, full]] {
-        let mut mirror = mirror_with(|settings| settings.hits_are_reported = true);
+        let mut mirror = mirror();
         mirror.apply(&events);
         for blocks in 1..=5 {
             let cached = mirror.cached_prefix(&namespace(), &prompt[..blocks * ENGINE_BLOCK]);
