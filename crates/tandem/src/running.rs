@@ -266,6 +266,9 @@ mod tests {
         let link = folders[0].with_file_name("link");
         std::os::unix::fs::symlink(&second, &link).expect("the folder is writable");
         assert_eq!(only(&[link]), Ok(None), "a link is no folder of ours");
+        // As for the runtime folder of another user, the system refuses to say what is there.
+        let unreadable = written.path.join("tandem");
+        assert_eq!(only(&[unreadable, second]), Ok(Some("http://127.0.0.1:8010".to_owned())));
     }
 
     #[test]
