@@ -33,6 +33,14 @@ impl Secret {
         Ok(Self { file: Some(path.as_path().into()), ..read(&path)?.into() })
     }
 
+    /// Returns the secret in the file that an argument of the command line names.
+    ///
+    /// # Errors
+    /// As for [`Self::in_file`], as a message for the command line.
+    pub fn of_argument(path: &str) -> Result<Self, String> {
+        Self::in_file(path.into()).map_err(|error| format!("the file cannot be used: {error}"))
+    }
+
     /// Returns the path of the file that holds the secret; `None` if the secret is in no file.
     pub fn file(&self) -> Option<&Path> {
         self.file.as_deref()

@@ -11,8 +11,6 @@ mod tests;
 use crate::bench::{RatesArgs, ReplayArgs, SimulateArgs};
 #[cfg(feature = "chat")]
 use crate::chat::ChatArgs;
-#[cfg(feature = "model")]
-use crate::model::{ModelSource, StoreArgs, StoreFolder};
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
 use crate::{
@@ -30,6 +28,8 @@ use std::{
     io,
     path::{Path, PathBuf},
 };
+#[cfg(feature = "model")]
+use tandem_model_store::{ModelSource, StoreArgs, StoreFolder};
 
 /// Serves large language models with prefill and decode on different workers, and reports cached tokens as workers counted them.
 #[derive(Debug, Parser)]

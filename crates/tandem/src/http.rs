@@ -10,7 +10,7 @@ use ureq::{
 /// Time limit for a complete reply. Processes answer these requests without generating text.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit for a connection. A server on another continent answers within a second.
-pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A reply to an HTTP request, with any status.
 pub(crate) struct HttpReply {

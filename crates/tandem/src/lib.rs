@@ -1,4 +1,4 @@
-//! The library of the binary `tandem`: its command line, the store of models, a whole cluster in one process, and each role as a process.
+//! The library of the binary `tandem`: its command line, a whole cluster in one process, and each role as a process.
 
 pub mod audit;
 #[cfg(feature = "load")]
@@ -12,7 +12,8 @@ pub mod explain;
 mod files;
 mod http;
 pub mod key;
-pub mod model;
+#[cfg(feature = "model")]
+mod model;
 pub mod ready;
 mod run;
 mod running;

@@ -4,11 +4,6 @@
 use serde::Serializer;
 use tandem_process::Secret;
 
-/// Returns the secret in the file at `path`, for clap.
-pub(crate) fn secret_file(path: &str) -> Result<Secret, String> {
-    Secret::in_file(path.into()).map_err(|error| format!("the file cannot be used: {error}"))
-}
-
 /// Serializes the path of a secret's file.
 pub(crate) fn path<S: Serializer>(secret: &Option<Secret>, serializer: S) -> Result<S::Ok, S::Error> {
     match secret.as_ref().and_then(Secret::file) {

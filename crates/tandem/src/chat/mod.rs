@@ -6,7 +6,6 @@ mod format;
 mod input;
 
 use crate::{
-    model::DEFAULT_MODEL_ID,
     serve::printable,
     server::{HttpServer, KEY_VARIABLE, ServerAddress, ServerArgs, wrong_kind},
     terminal,
@@ -21,6 +20,7 @@ use std::{
     io::{Write, stdout},
     sync::Arc,
 };
+use tandem_model_store::DEFAULT_MODEL_ID;
 use tandem_process::retry::error_chain;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 

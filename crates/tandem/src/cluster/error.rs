@@ -1,13 +1,11 @@
 //! Errors that prevent the start of a cluster or end it.
 
-use crate::{
-    model::ModelStoreError,
-    settings::{ClusterTlsArgsError, DiscoveryArgsError, KeyFileError},
-};
+use crate::settings::{ClusterTlsArgsError, DiscoveryArgsError, KeyFileError};
 use std::{error::Error, io, net::SocketAddr, path::PathBuf};
 #[cfg(feature = "cuda")]
 use tandem_devices::cuda::CudaError;
 use tandem_frontend::{ApiKeyFileError, TlsFilesError};
+use tandem_model_store::ModelStoreError;
 use tandem_process::{events::NatsError, trace::TraceError};
 
 /// The reason why a cluster or a process does not start or has ended. Each message says what to do.

@@ -5,10 +5,7 @@ use super::{
     EngineConfig, StartError,
     parts::{ClusterParts, WorkerPlan, channel_to, description},
 };
-use crate::{
-    model::ModelSource,
-    settings::{EngineKind, EngineLimits},
-};
+use crate::settings::{EngineKind, EngineLimits};
 use futures::FutureExt;
 use parking_lot::Mutex;
 use std::{
@@ -21,6 +18,7 @@ use std::{
 };
 use tandem_adapter::{ConnectError, Connected, ModelDescription, ServerDescription, ServerSettings};
 use tandem_decode_worker::DecodeWorkerError;
+use tandem_model_store::ModelSource;
 use tandem_process::{
     Backoff, Metrics, Shutdown,
     discovery::{self, EtcdSettings, MemberRecord},

@@ -5,11 +5,9 @@ use super::{
     external::{self, Announced},
     local_address, loopback, weights,
 };
-use crate::{
-    model::ModelSource,
-    settings::{KvConnector, UpSettings},
-};
+use crate::settings::{KvConnector, UpSettings};
 use tandem_adapter::ServerDescription;
+use tandem_model_store::ModelSource;
 use tandem_process::Shutdown;
 use tandem_proto::v1::worker_info::Role;
 use tandem_text::ServedModel;

@@ -4,10 +4,7 @@
 mod cuda;
 
 use super::StartError;
-use crate::{
-    model::{ModelSource, Store, StoreArgs, StoredModel},
-    settings::{CommonArgs, EngineKind, ExtraModel, ModelArgs, ParserArgs, WorkerArgs},
-};
+use crate::settings::{CommonArgs, EngineKind, ExtraModel, ModelArgs, ParserArgs, WorkerArgs};
 use std::{
     error::Error,
     path::Path,
@@ -22,6 +19,7 @@ use tandem_devices::{
 };
 use tandem_engine::{Engine, EngineHandle, EngineSettings};
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile};
+use tandem_model_store::{ModelSource, Store, StoreArgs, StoredModel};
 use tandem_process::starting;
 use tandem_proto::ClusterKey;
 use tandem_text::ServedModel;

@@ -1,7 +1,6 @@
 //! Settings of discovery: how processes find each other.
 
 use super::common::{address, with_commas};
-use crate::secrets::secret_file;
 use clap::Args;
 use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
@@ -39,7 +38,7 @@ pub struct DiscoveryArgs {
     pub etcd_password: Option<Secret>,
 
     /// File with the etcd password, read again for each connection
-    #[arg(long, env = "TANDEM_ETCD_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file)]
+    #[arg(long, env = "TANDEM_ETCD_PASSWORD_FILE", value_name = "FILE", value_parser = Secret::of_argument)]
     #[serde(skip)]
     pub etcd_password_file: Option<Secret>,
 

@@ -1,7 +1,7 @@
 //! Settings of NATS, which carries KV events in place of the workers' own streams.
 
 use super::common::with_commas;
-use crate::secrets::{path, secret_file};
+use crate::secrets::path;
 use clap::Args;
 use serde::{Serialize, Serializer};
 use std::path::PathBuf;
@@ -40,7 +40,7 @@ pub struct NatsArgs {
     pub nats_password: Option<Secret>,
 
     /// File with the NATS password, read again for each connection
-    #[arg(long, env = "TANDEM_NATS_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file)]
+    #[arg(long, env = "TANDEM_NATS_PASSWORD_FILE", value_name = "FILE", value_parser = Secret::of_argument)]
     #[serde(skip)]
     pub nats_password_file: Option<Secret>,
 
@@ -50,12 +50,12 @@ pub struct NatsArgs {
     pub nats_token: Option<Secret>,
 
     /// NATS credentials file (a JWT and its seed, as `nsc` writes it), in place of a user; read again for each connection
-    #[arg(long, env = "TANDEM_NATS_CREDS", value_name = "FILE", value_parser = secret_file)]
+    #[arg(long, env = "TANDEM_NATS_CREDS", value_name = "FILE", value_parser = Secret::of_argument)]
     #[serde(serialize_with = "path")]
     pub nats_creds: Option<Secret>,
 
     /// File with the seed of an nkey, in place of a user; read again for each connection
-    #[arg(long, env = "TANDEM_NATS_NKEY", value_name = "FILE", value_parser = secret_file)]
+    #[arg(long, env = "TANDEM_NATS_NKEY", value_name = "FILE", value_parser = Secret::of_argument)]
     #[serde(serialize_with = "path")]
     pub nats_nkey: Option<Secret>,
 

@@ -1,7 +1,6 @@
 //! Settings of engines that run in other processes.
 
 use super::common::with_commas;
-use crate::secrets::secret_file;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
@@ -38,7 +37,7 @@ pub struct ExternalArgs {
     pub engine_events_topic: String,
 
     /// File with the server's --api-key; read again for each connection to the server, and when the server refuses the key
-    #[arg(long, env = "TANDEM_ENGINE_KEY_FILE", value_name = "FILE", value_parser = secret_file)]
+    #[arg(long, env = "TANDEM_ENGINE_KEY_FILE", value_name = "FILE", value_parser = Secret::of_argument)]
     #[serde(skip)]
     pub engine_key_file: Option<Secret>,
 

@@ -1,14 +1,12 @@
 //! Settings of frontends.
 
 use super::{LimitArgs, ParserArgs, RestartArgs, TenantArgs, common::with_commas};
-use crate::{
-    files::{self, Connections},
-    model::ModelSource,
-};
+use crate::files::{self, Connections};
 use clap::Args;
 use serde::Serialize;
 use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 use tandem_frontend::FrontendSettings;
+use tandem_model_store::ModelSource;
 use tandem_text::ServedModel;
 
 /// The settings of `tandem up` and of frontends.
@@ -110,7 +108,7 @@ impl FromStr for ExtraModel {
     fn from_str(text: &str) -> Result<Self, String> {
         let parts = text.split_once('=').filter(|(id, _)| !id.is_empty());
         let (id, source) = parts.ok_or("write ID=MODEL, such as small=hf:ORG/NAME")?;
-        let source = source.parse().map_err(|error: crate::model::InvalidSource| error.to_string())?;
+        let source = source.parse().map_err(|error: tandem_model_store::InvalidSource| error.to_string())?;
         Ok(Self { id: id.to_owned(), source })
     }
 }

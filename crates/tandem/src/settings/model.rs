@@ -1,8 +1,8 @@
 //! Settings that frontends and workers share.
 
-use crate::model::{ModelSource, StoreArgs};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use tandem_model_store::{ModelSource, StoreArgs};
 
 /// The model, the engine that computes it, and the number of requests that a cluster takes.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]

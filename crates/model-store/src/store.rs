@@ -7,10 +7,9 @@
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
 
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 use super::{Download, Pip, hf, progress, pypi};
 use super::{ModelContents, ModelSource, ModelStoreError, digests::Digests, model_id};
-use crate::secrets::secret_file;
 use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;
 use std::{
@@ -64,7 +63,7 @@ pub struct StoreArgs {
     pub hf_token: Option<Secret>,
 
     /// File with the Hugging Face token
-    #[arg(long, env = "HF_TOKEN_FILE", value_name = "FILE", value_parser = secret_file, conflicts_with = "hf_token")]
+    #[arg(long, env = "HF_TOKEN_FILE", value_name = "FILE", value_parser = Secret::of_argument, conflicts_with = "hf_token")]
     #[serde(skip)]
     pub hf_token_file: Option<Secret>,
 
@@ -74,7 +73,7 @@ pub struct StoreArgs {
     pub offline: bool,
 }
 
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 impl StoreArgs {
     /// The Hugging Face token, from the setting or from the file; `None` if neither is set.
     pub(super) fn token(&self) -> Option<&Secret> {
@@ -86,7 +85,7 @@ impl StoreArgs {
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
-    #[cfg(feature = "model")]
+    #[cfg(feature = "downloads")]
     pip: Pip,
     settings: StoreArgs,
 }
@@ -110,14 +109,14 @@ impl Store {
     pub fn new(settings: StoreArgs) -> Result<Self, ModelStoreError> {
         Ok(Self {
             dir: settings.folder.path()?,
-            #[cfg(feature = "model")]
+            #[cfg(feature = "downloads")]
             pip: Pip::of_this_machine(),
             settings,
         })
     }
 
     /// Downloads wheels with this pip instead of the machine's own.
-    #[cfg(feature = "model")]
+    #[cfg(feature = "downloads")]
     pub fn with_pip(self, pip: Pip) -> Self {
         Self { pip, ..self }
     }
@@ -199,12 +198,12 @@ impl Store {
         }
     }
 
-    #[cfg(not(feature = "model"))]
+    #[cfg(not(feature = "downloads"))]
     fn download(&self, source: &ModelSource, _: ModelContents, _: &Path) -> Result<StoredModel, ModelStoreError> {
         Err(ModelStoreError::NoDownloads(source.clone()))
     }
 
-    #[cfg(feature = "model")]
+    #[cfg(feature = "downloads")]
     fn download(&self, source: &ModelSource, contents: ModelContents, folder: &Path) -> Result<StoredModel, ModelStoreError> {
         fs::create_dir_all(folder).map_err(ModelStoreError::io(folder))?;
         let _lock = lock(folder)?;
@@ -238,7 +237,10 @@ impl Store {
 }
 
 /// Returns all complete models in the store at `dir`, ordered by path.
-pub(super) fn list(dir: &Path) -> Result<Vec<StoredModel>, ModelStoreError> {
+///
+/// # Errors
+/// Fails if a directory or file of the store cannot be read.
+pub fn list(dir: &Path) -> Result<Vec<StoredModel>, ModelStoreError> {
     complete_under(dir, ModelContents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
 }
 
@@ -255,7 +257,10 @@ pub(super) fn only_named(mut models: Vec<StoredModel>) -> Result<Option<StoredMo
 }
 
 /// Returns the revision of a model, as [`Store::revision`] does, with the hashes in the store at `dir`.
-pub(super) fn revision_in(dir: &Path, model: &StoredModel) -> Result<String, ModelStoreError> {
+///
+/// # Errors
+/// Fails if one of the files cannot be read.
+pub fn revision_in(dir: &Path, model: &StoredModel) -> Result<String, ModelStoreError> {
     let digests = Digests::new(dir);
     revision::revision(&model.path, |file| digests.of(file))
 }
@@ -285,7 +290,7 @@ fn is_meant(source: &ModelSource, folder: &Path, file: &Path) -> bool {
     }
 }
 
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 /// Locks the folder until the returned file is closed. The system also closes it if the process is killed.
 pub(super) fn lock(folder: &Path) -> Result<File, ModelStoreError> {
     let path = folder.join(".lock");

@@ -1,15 +1,9 @@
 //! `tandem model`: fetches models into the store, and lists, shows and removes the stored ones.
 
-use super::{
-    ModelStoreError, Store, StoreFolder, StoredModel,
-    store::{list, lock, only_named, revision_in},
-};
 use crate::{cli::ModelCommand, text_table::text_table};
 use serde_json::{Value, json};
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::Path;
+use tandem_model_store::{ModelStoreError, Store, StoredModel, list, named_in, remove, revision_in, source_in};
 
 /// Runs a subcommand of `tandem model`, and returns what it prints.
 ///
@@ -38,7 +32,7 @@ pub fn run(command: ModelCommand) -> Result<String, ModelStoreError> {
             Ok(text_table([heads].into_iter().chain(rows), 3))
         }
         ModelCommand::Show { name, folder, json } => {
-            let (dir, model) = found(&folder, &name)?;
+            let (dir, model) = named_in(&folder, &name)?;
             let mut facts = facts(&dir, &model);
             facts["revision"] = revision_in(&dir, &model)?.into();
             if json {
@@ -52,22 +46,10 @@ pub fn run(command: ModelCommand) -> Result<String, ModelStoreError> {
             Ok(text_table(rows, 2))
         }
         ModelCommand::Rm { name, folder } => {
-            let (dir, model) = found(&folder, &name)?;
+            let (dir, model) = named_in(&folder, &name)?;
             remove(&dir, &model)?;
             Ok(format!("removed {} ({})\n", model.path.display(), size(model.bytes)))
         }
-    }
-}
-
-/// Returns the store's folder, and the stored model with this name or path.
-fn found(folder: &StoreFolder, name: &Path) -> Result<(PathBuf, StoredModel), ModelStoreError> {
-    let dir = folder.path()?;
-    let mut models = list(&dir)?;
-    let named = name.canonicalize().ok();
-    models.retain(|model| Path::new(&model.id) == name || named.is_some() && model.path.canonicalize().ok() == named);
-    match only_named(models)? {
-        Some(model) => Ok((dir, model)),
-        None => Err(ModelStoreError::NotStored { name: name.to_owned(), store: dir }),
     }
 }
 
@@ -75,44 +57,11 @@ fn found(folder: &StoreFolder, name: &Path) -> Result<(PathBuf, StoredModel), Mo
 fn facts(dir: &Path, model: &StoredModel) -> Value {
     json!({
         "model": model.id,
-        "source": source(model.path.strip_prefix(dir).unwrap_or(&model.path)),
+        "source": source_in(dir, model),
         "format": if model.path.is_dir() { "safetensors" } else { "GGUF" },
         "bytes": model.bytes,
         "path": model.path.display().to_string(),
     })
-}
-
-/// Returns the source of a model from its path in the store; `None` if it was not downloaded into the store.
-fn source(path: &Path) -> Option<String> {
-    let parts: Vec<String> = path.iter().map(|part| part.to_string_lossy().into_owned()).collect();
-    match &parts[..] {
-        [kind, requirement, ..] if kind == "pypi" => Some(format!("pypi:{}", requirement.replace('#', "#sha256="))),
-        [kind, organisation, name, commit, ..] if kind == "hf" => {
-            let name = name.split('@').next().unwrap_or_default();
-            Some(format!("hf:{organisation}/{name}@{commit}"))
-        }
-        _ => None,
-    }
-}
-
-/// Removes a model from the store at `dir`, and the folders that are empty then. The folder of a downloaded model keeps its lock file.
-///
-/// # Errors
-/// The model is a link to a place outside the store, or its files cannot be removed.
-fn remove(dir: &Path, model: &StoredModel) -> Result<(), ModelStoreError> {
-    let io = |path: &Path| ModelStoreError::io(path.to_owned());
-    let store = dir.canonicalize().map_err(io(dir))?;
-    let path = model.path.canonicalize().map_err(io(&model.path))?;
-    if !path.starts_with(&store) || path == store {
-        return Err(ModelStoreError::Outside { path: model.path.clone(), store: dir.to_owned() });
-    }
-    // A download into the model's folder holds this lock.
-    let within = || path.ancestors().skip(1).take_while(|folder| **folder != store);
-    let _lock = within().find(|folder| folder.join(".lock").exists()).map(lock).transpose()?;
-    if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }.map_err(io(&path))?;
-    // A folder that is not empty stays.
-    within().all(|folder| fs::remove_dir(folder).is_ok());
-    Ok(())
 }
 
 /// Formats a number of bytes for people.
@@ -124,6 +73,8 @@ fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+    use tandem_model_store::StoreFolder;
 
     /// Returns a store with these models, and what runs a command on it.
     fn store(files: &[&str]) -> tempfile::TempDir {

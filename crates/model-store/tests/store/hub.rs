@@ -11,8 +11,8 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
 };
-use tandem::model::{ModelStoreError, Store, StoreArgs};
 use tandem_model::revision;
+use tandem_model_store::{ModelStoreError, Store, StoreArgs};
 use tandem_process::retry::error_chain;
 
 const COMMITS: [(&str, &str); 2] =

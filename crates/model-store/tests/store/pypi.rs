@@ -5,8 +5,8 @@ use std::{
     fs,
     path::{Path, PathBuf},
 };
-use tandem::model::{ModelStoreError, Pip};
 use tandem_model::revision;
+use tandem_model_store::{ModelStoreError, Pip};
 
 #[test]
 fn stored_wheel_is_found_without_pip() {

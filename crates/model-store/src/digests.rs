@@ -4,7 +4,7 @@
 //! was changed in place is read again.
 
 use super::ModelStoreError;
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 use super::progress;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -16,7 +16,7 @@ use std::{
 use tandem_model::revision::sha256;
 
 /// Reading a file of at least this size, in bytes, takes about a second or more, so its progress is shown.
-#[cfg(feature = "model")]
+#[cfg(feature = "downloads")]
 const SHOW_PROGRESS_FROM: u64 = 1 << 30;
 
 /// The cached hashes. There is one small file for each model file whose hash was computed for this store.
@@ -85,7 +85,7 @@ impl Stamp {
 
 pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
     let file = File::open(path)?;
-    #[cfg(feature = "model")]
+    #[cfg(feature = "downloads")]
     if let Some(bytes) = Some(file.metadata()?.len()).filter(|bytes| *bytes >= SHOW_PROGRESS_FROM) {
         let progress =
             progress::start(format!("reads {} for its SHA-256", path.file_name().unwrap_or_default().display()), Some(bytes));
