@@ -129,7 +129,7 @@ impl DecodeRequest {
     }
 }
 
-/// Checks the sizes of all texts but the prompt.
+/// Checks the sizes of all texts of a request except the prompt.
 fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
     let texts = [
         ("request_id", request.request_id.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
@@ -141,7 +141,7 @@ fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
     too_long.map_or(Ok(()), |(field, _, _, allowed)| Err(Invalid::OutOfRange { field, allowed }))
 }
 
-/// Checks that the model has all tokens that the options of sampling name.
+/// Checks that all tokens that the sampling parameters name are in the model's vocabulary.
 fn check_tokens(sampling: &Sampling, known: impl Fn(&TokenId) -> bool) -> Result<(), Invalid> {
     let bad_tokens = sampling.bad_words.iter().flat_map(|word| word.forms.iter().flatten());
     for (field, all_known) in [

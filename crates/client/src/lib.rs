@@ -1,4 +1,4 @@
-//! An HTTP/1.1 client of one server, with TLS, for answers of bounded size, and for streams of server-sent events of bounded size.
+//! An HTTP/1.1 client of one server, with TLS. It bounds the size of each answer, and of each event in a stream of server-sent events.
 
 use bytes::Bytes;
 use eventsource_stream::{EventStreamError, Eventsource};
@@ -28,7 +28,7 @@ use std::{
 /// connection that the server is closing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Why a request has no complete answer.
+/// The reason why a request has no complete answer.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The server cannot be reached, or the connection was lost before the answer began.
@@ -40,7 +40,7 @@ pub enum HttpError {
     /// The answer, or one of its events, is longer than this number of bytes.
     #[error("the response is longer than {0} bytes, which is the limit")]
     TooLong(usize),
-    /// The server took longer than this.
+    /// The server did not answer within this time.
     #[error("no response within {0:?}")]
     Timeout(Duration),
     /// The answer contains data that is not a server-sent event.

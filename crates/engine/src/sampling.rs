@@ -130,7 +130,7 @@ pub struct Sampler {
     constrained: Option<Constrained>,
 }
 
-/// A token that may be sampled, and its weight: its probability divided by that of the likeliest token.
+/// A token that may be sampled, and its weight: the token's probability divided by the probability of the likeliest token.
 type Candidate = (TokenId, f32);
 
 /// A token is not sampled if the natural logarithm of its weight is at most this number. Half a million such tokens together weigh less than the
@@ -158,7 +158,7 @@ impl Sampler {
         Self { sampling, changes, generated_len: 0, recent: Vec::new(), recent_max, prepared, constrained }
     }
 
-    /// Adds a constraint. Its masks are computed where they are requested, so no token is late.
+    /// Adds a constraint. The thread that requests a mask computes it, so no mask is late.
     ///
     /// # Errors
     /// Fails if the constraint cannot be enforced.

@@ -39,7 +39,7 @@ use tonic::{
     transport::{Uri, server::Connected},
 };
 
-/// The maximum time of a handshake, as long as that of a connection.
+/// The time limit for a handshake, which is the same as for connecting.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(3);
 /// The maximum number of handshakes at a time. Further connections wait in the kernel.
 const HANDSHAKES_MAX: usize = 1_024;
@@ -89,7 +89,8 @@ struct Configs {
 }
 
 impl ClusterTls {
-    /// Reads the certificate of a process with this role. `cluster`: the name of its cluster; `None`: that in the certificate.
+    /// Reads the certificate of a process with this role. `cluster` is the cluster name that the certificate must have; `None` accepts the
+    /// name in the certificate.
     ///
     /// # Errors
     /// The certificate cannot be used, or names another process.
@@ -383,7 +384,7 @@ mod tests {
         TlsPem { certificate, key, ca }
     }
 
-    /// Connects the two. Returns the client's role as the server sees it, and the server's role as the client sees it.
+    /// Connects `client` to `server`. Returns the client's role as the server sees it, and the server's role as the client sees it.
     async fn meet(server: &ClusterTls, client: &ClusterTls, expected: &[PeerRole]) -> [io::Result<PeerRole>; 2] {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free");
         let address = listener.local_addr().expect("the listener is bound").to_string();

@@ -108,7 +108,7 @@ fn sample_of_a_large_request_is_preempted_for_a_waiting_request() {
 }
 
 #[test]
-fn only_sequence_of_a_request_is_not_preempted_for_other_requests() {
+fn single_sequence_of_a_request_is_not_preempted_for_other_requests() {
     let first = samples("one long answer", 300, 1, 100);
     let mut world = World::new(26, SETTINGS);
     world.machine.generate(0, first.clone(), world.now).expect("the job fits in the cache");

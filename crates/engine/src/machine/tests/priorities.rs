@@ -3,8 +3,8 @@
 use super::*;
 
 impl World {
-    /// Checks that few steps leave budget unused, and that a prompt which such a step leaves out is outranked by a request in the step that
-    /// awaits its first token.
+    /// Checks two rules: few steps leave budget unused; and if such a step leaves a prompt out, the step has a request that outranks the
+    /// prompt and awaits its first token.
     pub(super) fn check_left_out(&mut self, plan: &Plan) {
         let Machine { running, settings, .. } = &self.machine;
         let decodes = plan.chunks.iter().filter(|chunk| running[chunk.sequence].is_decoding()).count();
