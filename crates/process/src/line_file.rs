@@ -31,7 +31,7 @@ const BATCH_MAX: usize = 64;
 /// The permissions of a new file: its owner may read and write it.
 const OWNER_ONLY: u32 = 0o600;
 
-/// A file to which lines are appended. Cheap to clone.
+/// A file to which lines are appended. It is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LineFile(Arc<FileWriter>);
 
@@ -48,7 +48,7 @@ struct QueuedLine {
 }
 
 impl LineFile {
-    /// Opens a file, and appends to it. `name` says in logs what the file is, such as `ledger`. A new file can be read only by its owner,
+    /// Opens a file, and appends to it. `name` is the name of the file in logs, such as `ledger`. A new file can be read only by its owner,
     /// because it records the requests of each client. An existing file keeps its permissions; a warning is logged if other users may access
     /// it. If the last line is incomplete because the process that wrote it was killed, a line break is added first.
     ///
@@ -58,9 +58,9 @@ impl LineFile {
         Self::write_to(opened(path, name)?, name)
     }
 
-    /// Opens a file as [`LineFile::open`] does. When the file is full, it is renamed to `FILE.1`, `FILE.1` to `FILE.2` and so on, and `FILE.7` is
-    /// deleted. The eight files have at most `bytes_max` bytes together, unless an earlier process has left longer
-    /// ones. Only a regular file is rotated.
+    /// Opens a file as [`LineFile::open`] does. When the file is full, it is renamed to `FILE.1`, `FILE.1` to `FILE.2` and so on, and
+    /// `FILE.7` is deleted. The eight files together have at most `bytes_max` bytes, unless an earlier process has left longer files. Only a
+    /// regular file is rotated.
     ///
     /// # Errors
     /// The errors are those of [`LineFile::open`].

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// Interval between polls. A change is reported within two polls, and a poll costs almost nothing.
+/// The time between two polls. A change is reported within two polls, and a poll costs almost nothing.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A file that is polled.

@@ -22,8 +22,8 @@ pub struct ConversationStep {
 }
 
 impl ConversationTrace {
-    /// Reads `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. Answers without a message before
-    /// them, which some recordings begin with, are skipped.
+    /// Reads `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. Answers at the beginning of a
+    /// conversation, before any other message, are skipped; some recordings have them.
     pub(super) fn parse(value: Value) -> Result<Self, Problem> {
         let Value::Object(mut row) = value else { return Err(Problem::Json("the row is not an object".to_owned())) };
         let (field, list) = match (row.remove("messages"), row.remove("conversations")) {

@@ -26,7 +26,7 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Settings of the connection to etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdSettings {
-    /// `host:port` of the etcd servers. One server that can be reached suffices.
+    /// `host:port` of the etcd servers. It is sufficient if one of them can be reached.
     pub endpoints: Vec<String>,
     /// User name and password; `None` disables authentication. A password's file is read for each connection, and a connection that etcd no
     /// longer authenticates is replaced.
