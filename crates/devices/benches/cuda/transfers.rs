@@ -1,4 +1,4 @@
-//! Moves KV blocks: through host memory, from another process's memory, and over NCCL.
+//! Moves KV blocks between engines: through host memory, by CUDA IPC from another process's memory, and over NCCL.
 
 use super::{BLOCK, IDS, Options, Outcome, ROUNDS, blocks, engine, median, prefill};
 use std::{

@@ -175,7 +175,7 @@ pub(crate) struct Sizes {
     pub tied: bool,
 }
 
-/// A model with three query heads per key head, as the default model has, and with dimensions that do not fill panels.
+/// A model with three query heads per key head, as in the default model, and with dimensions that do not fill panels.
 const QUANTISED: Sizes = Sizes {
     family: "llama",
     layers: 2,

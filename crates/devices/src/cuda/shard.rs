@@ -8,7 +8,7 @@ use super::CudaError;
 use std::ops::Range;
 use tandem_model::ModelConfig;
 
-/// The most GPUs of one engine. All of them are in one machine.
+/// The maximum number of GPUs of one engine. All of them are in one machine.
 pub(super) const RANKS_MAX: usize = 8;
 
 /// Identifies the shard of one rank.

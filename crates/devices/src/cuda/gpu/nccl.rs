@@ -85,7 +85,7 @@ pub(in crate::cuda) struct Nccl {
     _library: Library,
 }
 
-/// Why a communicator cannot be used.
+/// The reason why a communicator cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::cuda) enum NcclError {
     #[error("{what}, ncclResult_t {code}")]
