@@ -14,8 +14,8 @@ const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 /// The lowest share of prompts in the time of a step. A lower reported share counts as this one, because receivers divide by the share.
 const PROMPT_SHARE_MIN: f64 = 0.01;
 
-/// The plausible range of transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest
-/// network.
+/// The plausible range of transfer rates in bytes per second: from a rate that is too low for any use to a thousand times the rate of the
+/// fastest network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
 /// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because [`Load`] does not have them. The sender

@@ -56,7 +56,7 @@ impl Namespace {
         Self([&*self.0, &(account.len() as u64).to_le_bytes(), account.as_bytes()].concat().into())
     }
 
-    /// Whether all clients share the namespace: it has neither a cache salt nor an account.
+    /// Returns whether all clients share the namespace, because it has neither a cache salt nor an account.
     pub fn is_shared(&self) -> bool {
         let mut rest = &*self.0;
         let parts: [_; 5] = std::array::from_fn(|_| split_part(&mut rest));

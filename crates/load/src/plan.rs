@@ -52,7 +52,7 @@ pub(crate) struct Planner {
     pub(crate) times: RequestTimes,
     /// Makes the prompts of traces without text; `None` for traces with text.
     pub(crate) prompts: Option<PromptMaker>,
-    /// How the prompts of a trace without text are sent.
+    /// The form in which the prompts of a trace without text are sent.
     pub(crate) kind: PromptKind,
     pub(crate) tokenizer: Option<LocalTokenizer>,
 }

@@ -97,7 +97,7 @@ pub enum RatesError {
 /// workers.
 ///
 /// # Errors
-/// The server cannot be reached, refuses a request, reports no usage, or is too slow.
+/// Fails if the server cannot be reached, refuses a request, reports no usage, or is too slow.
 pub async fn rates(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
     let measured = tokio::time::timeout(settings.timeout, measure(settings)).await;
     measured.unwrap_or_else(|_| Err(RatesError::Timeout(settings.timeout.as_secs())))

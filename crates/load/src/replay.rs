@@ -52,7 +52,7 @@ pub struct Settings {
     pub in_flight_max: usize,
     /// The time limit for a complete answer.
     pub timeout: Duration,
-    /// How the prompts of traces without text are made.
+    /// The form of the prompts that are generated for traces without text.
     pub prompts: PromptKind,
     /// The path of a `tokenizer.json`, or of a folder that contains one; `None`: the server counts tokens.
     pub tokenizer: Option<PathBuf>,
@@ -157,11 +157,11 @@ pub enum LoadError {
     Stopped,
 }
 
-/// Replays a trace. Failures of requests are counted and do not end the run. When `stop` is cancelled, requests in
-/// flight are aborted, and the report has the results so far. `progress` is called after each request.
+/// Replays a trace. Failures of requests are counted and do not end the run. When `stop` is cancelled, requests in flight are aborted, and
+/// the report has the results so far. `progress` is called after each request.
 ///
 /// # Errors
-/// The server cannot be measured, or the trace cannot be read.
+/// Fails if the server cannot be measured, or if the trace cannot be read.
 pub async fn replay(
     trace: &Trace,
     settings: Settings,

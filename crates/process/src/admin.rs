@@ -24,7 +24,7 @@ const UNREAD_MAX: Duration = Duration::from_secs(30);
 /// now. Requests whose `Host` header is not accepted by `hosts` are refused with 421.
 ///
 /// # Errors
-/// None; the type is that of the process's other services.
+/// This function never fails. It has the same return type as the process's other services.
 pub async fn run<R>(
     listener: impl Into<Listener>,
     hosts: Hosts,

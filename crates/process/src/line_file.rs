@@ -28,7 +28,7 @@ pub const LINES_MAX: usize = 16_384;
 /// The maximum number of lines that are written at once, to save system calls.
 const BATCH_MAX: usize = 64;
 
-/// The permissions of a new file: its owner may read and write it.
+/// The permissions of a new file: only its owner may read and write it.
 const OWNER_ONLY: u32 = 0o600;
 
 /// A file to which lines are appended. It is cheap to clone.
@@ -53,7 +53,7 @@ impl LineFile {
     /// it. If the last line is incomplete because the process that wrote it was killed, a line break is added first.
     ///
     /// # Errors
-    /// The file cannot be opened, or another process has opened it for appending.
+    /// Fails if the file cannot be opened, or if another process has opened it for appending.
     pub fn open(path: &Path, name: &'static str) -> io::Result<Self> {
         Self::write_to(opened(path, name)?, name)
     }
@@ -63,7 +63,7 @@ impl LineFile {
     /// regular file is rotated.
     ///
     /// # Errors
-    /// The errors are those of [`LineFile::open`].
+    /// Fails for the same reasons as [`LineFile::open`].
     pub fn open_rotated(path: &Path, name: &'static str, bytes_max: u64) -> io::Result<Self> {
         if path.exists() && !path.metadata()?.is_file() {
             return Self::open(path, name);
@@ -74,7 +74,7 @@ impl LineFile {
     /// Starts a thread that appends the lines to `to`. `name` is used as in [`LineFile::open`].
     ///
     /// # Errors
-    /// The system cannot start a thread.
+    /// Fails if the system cannot start a thread.
     pub fn write_to(to: impl Write + Send + 'static, name: &'static str) -> io::Result<Self> {
         let (lines, queued) = sync_channel(LINES_MAX);
         let thread = std::thread::Builder::new().name(format!("tandem-{name}")).spawn(move || write(&queued, to, name))?;

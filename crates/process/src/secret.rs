@@ -28,7 +28,7 @@ impl Secret {
     /// Returns the secret in the file at `path`, without its line ending.
     ///
     /// # Errors
-    /// The file cannot be read, is empty or too long, or is not UTF-8.
+    /// Fails if the file cannot be read, is empty or too long, or is not UTF-8.
     pub fn in_file(path: PathBuf) -> io::Result<Self> {
         Ok(Self { file: Some(path.as_path().into()), ..read(&path)?.into() })
     }
@@ -62,7 +62,7 @@ impl Secret {
 /// Returns the content of a file that holds one secret.
 ///
 /// # Errors
-/// The file cannot be read, or is too long.
+/// Fails if the file cannot be read, or is too long.
 pub fn read_secret_file(path: &Path) -> io::Result<Vec<u8>> {
     match fs::metadata(path)?.len() {
         ..=LEN_MAX => fs::read(path),

@@ -31,7 +31,7 @@ impl IdleMisses {
     /// Counts the requests of the trace that miss the service levels on an idle worker.
     ///
     /// # Errors
-    /// The trace cannot be read or simulated.
+    /// Fails if the trace cannot be read or simulated.
     pub(crate) fn of(replay: &Replay<'_>) -> Result<Self, SimulateError> {
         let Replay { trace, slo, .. } = *replay;
         let (block_tokens, device) = (trace.settings().block_tokens, &replay.cluster.device);

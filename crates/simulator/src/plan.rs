@@ -65,7 +65,7 @@ struct Search<'a> {
 /// `progress` is called after each request. Nothing is simulated if too many requests miss the levels even on an idle worker.
 ///
 /// # Errors
-/// The trace cannot be read or simulated.
+/// Fails if the trace cannot be read or simulated.
 pub fn plan(
     replay: &Replay<'_>,
     settings: &PlanSettings,

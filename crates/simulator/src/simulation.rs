@@ -450,7 +450,7 @@ fn failed(now: u64, request: &Arrived, class: FailureClass, message: &str) -> Re
     RequestOutcome { due, sent: due, ended: Duration::from_micros(now), expected: Expected::default(), result: Err(failure) }
 }
 
-/// Whether the router needs prefill workers that the cluster lacks.
+/// Returns whether the router needs prefill workers and the cluster has none.
 pub(crate) fn lacks_prefill_workers(cluster: &SimulatedCluster) -> bool {
     cluster.policy == RoutingRule::Tandem && cluster.prefill == PrefillPlace::Remote && !cluster.has_prefill_workers()
 }

@@ -71,7 +71,7 @@ pub enum SimulateError {
 /// Simulates the trace on the cluster. `progress` is called after each request.
 ///
 /// # Errors
-/// The trace cannot be read, or the cluster cannot run it.
+/// Fails if the trace cannot be read, or if the cluster cannot run it.
 pub fn replay(replay: &Replay<'_>, progress: &mut dyn FnMut(ReplayProgress)) -> Result<Report, SimulateError> {
     Ok(replay_until(replay, u64::MAX, progress)?.expect("any number of requests may miss the service levels"))
 }

@@ -46,8 +46,8 @@ pub trait Backend: Send + Sync + 'static {
     /// Returns how this back end exchanges KV with the back ends of other workers.
     fn kv_exchange(&self) -> KvExchange<'_>;
 
-    /// Whether the prefix cache that [`Self::watch`] reports is assumed from the requests, because the engine does not report its own. This
-    /// never changes.
+    /// Returns whether the prefix cache that [`Self::watch`] reports is derived from the requests, because the engine does not report its
+    /// cache. This never changes.
     fn assumes_cache(&self) -> bool {
         false
     }

@@ -1,9 +1,9 @@
 //! The ledger: a line of JSON for each prompt whose prefill begins on a worker (with its cached tokens), and one for the outcome of each
 //! attempt.
 //!
-//! `scheduled` is written by the worker that counted the cached tokens, `ended` by the decode worker that owns the attempt, because only that
-//! worker knows whether a first token was generated. Each line is written immediately, so a worker that is killed has written what it had
-//! counted. `docs/adr/007-ledger.md` describes how the lines are read together.
+//! The worker that counted the cached tokens writes the line `scheduled`. The decode worker that owns the attempt writes the line `ended`,
+//! because only this worker knows whether a first token was generated. Each line is written immediately, so a worker that is killed has
+//! written what it had counted. `docs/adr/007-ledger.md` describes how the lines are read together.
 //!
 //! No request waits for the disk, and lost lines are counted ([`LineFile`]).
 

@@ -3,8 +3,8 @@
 use std::{error::Error, iter};
 use tonic::{ConnectError, Status};
 
-/// Whether the call failed because its connection ended after the call was sent: the peer's process has ended, or the network was interrupted. False
-/// if the peer was never reached, or has answered with an error.
+/// Returns whether the call failed because its connection ended after the call was sent: the peer's process has ended, or the network was
+/// interrupted. Returns false if the peer was never reached, or if it has answered with an error.
 pub fn has_ended(status: &Status) -> bool {
     // Only the status of a failed connection has a source. A peer's answer consists of a code and a message.
     let mut cause = status.source();

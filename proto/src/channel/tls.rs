@@ -75,7 +75,7 @@ pub enum ClusterTlsError {
     OtherProcess { found: Peer, expected: Peer },
 }
 
-/// The certificate of this process and its authority, which may be replaced at any time. Cheap to clone.
+/// The certificate of this process and of its authority, which may be replaced at any time. It is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ClusterTls {
     own: Arc<Peer>,
@@ -93,7 +93,7 @@ impl ClusterTls {
     /// name in the certificate.
     ///
     /// # Errors
-    /// The certificate cannot be used, or names another process.
+    /// Fails if the certificate cannot be used, or if it names another process.
     pub fn new(pem: TlsPem<'_>, role: PeerRole, cluster: Option<&str>) -> Result<Self, ClusterTlsError> {
         let (configs, found) = configs(pem)?;
         let expected = Peer { role, cluster: cluster.unwrap_or(&found.cluster).to_owned() };
@@ -106,7 +106,7 @@ impl ClusterTls {
     /// Uses another certificate for new connections.
     ///
     /// # Errors
-    /// The certificate cannot be used, or names another process. The old one stays in use.
+    /// Fails if the certificate cannot be used, or if it names another process. The old certificate then stays in use.
     pub fn replace(&self, pem: TlsPem<'_>) -> Result<(), ClusterTlsError> {
         let (configs, found) = configs(pem)?;
         if found != *self.own {

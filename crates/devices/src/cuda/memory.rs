@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn oversized_kv_memory_is_refused_with_both_sizes() {
+    fn oversized_kv_memory_is_refused_with_the_needed_and_the_free_bytes() {
         let refused = |limits, free_bytes| match Sizes::new(&QWEN3_8B, &limits, DeviceBudget { free_bytes, ..H200 }) {
             Err(CudaError::Memory { free_bytes, needed_bytes }) => (free_bytes, needed_bytes),
             other => panic!("{other:?}"),

@@ -100,7 +100,7 @@ impl Rates {
         Some(((step - other).max(other) / prefill.each) as usize)
     }
 
-    /// Returns the part of a full step's time that prompt tokens have lately got; 0 while it is unknown.
+    /// Returns the fraction of a full step's time that prompt tokens have lately taken; 0 while it is unknown.
     pub fn prompt_share(&self) -> f64 {
         self.prompt_share
     }

@@ -50,7 +50,7 @@ impl MaskThreads {
     /// Starts `count` threads, which notify `wake` after each mask.
     ///
     /// # Errors
-    /// The system cannot start so many threads.
+    /// Fails if the system cannot start this many threads.
     pub fn start(count: usize, wake: Arc<Notify>) -> io::Result<Self> {
         Self::start_with(count, wake, Matcher::mask)
     }

@@ -28,7 +28,7 @@ impl LocalTokenizer {
     /// Opens a file, or the `tokenizer.json` of a folder.
     ///
     /// # Errors
-    /// The file cannot be read, or is no tokenizer.
+    /// Fails if the file cannot be read, or does not contain a tokenizer.
     pub fn open(path: &Path) -> Result<Self, LocalTokenizerError> {
         let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
         Tokenizer::from_file(&path).map(Self).map_err(|source| LocalTokenizerError::Open { path, source })

@@ -54,7 +54,7 @@ impl PromptMaker {
     /// Returns a maker of text prompts for the tokenizer that `count` uses.
     ///
     /// # Errors
-    /// The tokenizer does not answer, or no words were found for it.
+    /// Fails if the tokenizer cannot count a text, or if no words were found for it.
     pub(crate) async fn text<C: CountTokens>(count: &C, seed: u64, block_tokens: u64) -> Result<Self, WordsError<C::Error>> {
         Ok(Self { vocabulary: PromptVocabulary::Text(PromptWords::find(count, seed).await?), seed, block_tokens })
     }

@@ -1,4 +1,4 @@
-//! Renders reports as one self-contained HTML page, with figures, and plots as SVG. Its design is that of the page at `/dashboard`.
+//! Renders reports as one self-contained HTML page, with figures, and plots as SVG. It has the same design as the page at `/dashboard`.
 
 use super::{
     ErrorCount, Fact, PlanSummary, Report, TimeSummary, WorkerShare,

@@ -68,7 +68,7 @@ impl Default for TraceSettings {
 pub struct Row {
     /// The row's number, counted from 0.
     pub index: u64,
-    /// The time of the row, counted from that of the first row; `None` if the row has no time.
+    /// The time of the row, counted from the first row; `None` if the row has no time.
     pub at: Option<Duration>,
     /// The request or requests of the row.
     pub load: Load,
@@ -175,7 +175,7 @@ impl Trace {
     /// Opens a file and checks the rows that will be read.
     ///
     /// # Errors
-    /// The file cannot be read, its format is not recognised, or a row is wrong.
+    /// Fails if the file cannot be read, if its format is not recognised, or if a row is invalid.
     pub fn open(path: &Path, settings: TraceSettings) -> Result<Self, TraceError> {
         let format = match settings.format {
             Some(format) => format,

@@ -45,7 +45,7 @@ pub struct EtcdSettings {
 /// PEM files for TLS. They are read for each connection, so they may be replaced while the process runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTls {
-    /// The CA certificate for verifying etcd.
+    /// The file of the CA certificate with which etcd's certificate is verified.
     pub ca: PathBuf,
     /// The client certificate and its key; `None` if the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,

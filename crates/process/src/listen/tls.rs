@@ -52,7 +52,7 @@ impl TlsFiles {
     /// Reads a certificate chain and the private key of its first certificate, both in PEM format.
     ///
     /// # Errors
-    /// A file cannot be read or parsed, or the key is not that of the certificate.
+    /// Fails if a file cannot be read or parsed, or if the key does not belong to the certificate.
     pub fn open(certificate: PathBuf, key: PathBuf) -> Result<Self, TlsFilesError> {
         let open = |path: PathBuf| match WatchedFile::open(path.clone(), FILE_BYTES_MAX) {
             Ok((text, watched)) => Ok(File { path, text, watched }),

@@ -377,7 +377,7 @@ impl Communicator {
 }
 
 impl PeerCommunicator for Communicator {
-    /// Does not wait for work on other streams, so the regions must be completely written before the call.
+    /// This method does not wait for work on other streams, so the regions must be completely written before the call.
     fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let peer = 1 - self.rank as c_int;
         self.exchange(&[(self.nccl.send, peer, regions)], limit).map_err(failed("sending to another GPU"))
