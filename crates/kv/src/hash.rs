@@ -98,12 +98,12 @@ impl SequenceHash {
     /// (docs/adr/049-reuse-points.md).
     pub const REUSE_POINTS: Self = Self::marker(0x7573_6550_7473);
 
-    /// A marker. A worker that reports this block as cached has layers whose cached state Tandem does not track, so the other blocks that it
-    /// reports are approximate.
+    /// A marker. If a worker reports this block as cached, the other blocks that it reports are approximate, because its model has layers
+    /// whose cached state Tandem does not track.
     pub const UNFOLLOWED_LAYERS: Self = Self::marker(0x666f_6c6c_6f77);
 
-    /// Returns the marker with which a worker that reports [`Self::REUSE_POINTS`] reports that a cached prefix can be reused up to the end of
-    /// this block.
+    /// Returns the marker of a reuse point at the end of this block. A worker that reports [`Self::REUSE_POINTS`] also reports these markers,
+    /// to say up to which blocks a cached prefix can be reused.
     #[must_use]
     pub const fn reuse_point(self) -> Self {
         Self::marker(mix(self.0 ^ Self::REUSE_POINTS.0) >> 16)

@@ -11,7 +11,7 @@ use std::{pin::pin, sync::Arc, time::Duration};
 use tandem_client::{HttpError, events, whole};
 use tokio::time::Instant;
 
-/// The maximum number of bytes of one answer's text, and of the body of a refusal.
+/// The maximum number of bytes in the text of one answer, and in the body of a refusal.
 const ANSWER_MAX: usize = 64 << 20;
 
 /// The parts of an answer that are read in addition to its times.

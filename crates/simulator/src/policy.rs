@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn sglang_balances_when_loads_differ_too_much() {
+    fn sglang_rule_ignores_cached_prefixes_if_loads_differ_too_much() {
         let far = workers(2, |at, worker| {
             if at == 0 {
                 (worker.overlap_blocks, worker.sequences) = (10, 33);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn rule_names_are_those_of_the_command_line() {
+    fn rule_names_equal_the_names_on_the_command_line() {
         for policy in RoutingRule::value_variants() {
             assert_eq!(policy.to_possible_value().expect("no variant is hidden").get_name(), policy.name());
         }

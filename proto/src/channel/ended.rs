@@ -1,4 +1,4 @@
-//! Distinguishes a peer that ended during a call from one that was unreachable, or that refused the call, and says so in words.
+//! Classifies failed calls: the peer ended during the call, was unreachable, or refused the call. Describes each case in words.
 
 use std::{error::Error, iter};
 use tonic::{ConnectError, Status};

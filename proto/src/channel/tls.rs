@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn server_without_a_certificate_is_named_as_the_cause() {
+    async fn error_names_a_server_without_a_certificate_as_the_cause() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free");
         let address = listener.local_addr().expect("the listener is bound").to_string();
         let serves = async {

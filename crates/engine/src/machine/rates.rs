@@ -58,7 +58,8 @@ impl Rates {
         let prefill_part = || self.prefill.line().or_else(|| self.prefill.scaled()).map(|line| line.seconds(tokens));
         let decode_seconds = if tokens > 0.0 { prefill_part().map(|part| seconds - part) } else { Some(seconds) };
         if let Some(prefill_seconds) = prefill_seconds.filter(|seconds| tokens > 0.0 && *seconds > 0.0) {
-            // Short steps let the evidence decay only in proportion to their tokens, so that many of them do not displace a long step.
+            // The weights of earlier steps decay after a short step only in proportion to its tokens, so that many short steps do not
+            // displace a long step.
             let is_long = tokens >= LONG_STEP_TOKENS.min(f64::from(chunk_budget));
             let decay = if is_long { DECAY } else { DECAY.powf(tokens / f64::from(chunk_budget)) };
             let is_added = self.prefill.record(tokens, prefill_seconds, decay);
@@ -195,9 +196,9 @@ impl Regression {
         (self.weight > 0.0).then(|| self.y / self.weight)
     }
 
-    /// Returns the line through the steps. If the steps are long, but their lengths are too similar to determine a slope, returns the last line,
-    /// scaled to these steps, or, if there is none, the line through the steps and the origin, which has no fixed time. Returns `None` if there is
-    /// not enough evidence.
+    /// Returns the line through the steps. If the steps are long, but their lengths are too similar to determine a slope, returns the last
+    /// line, scaled to these steps. If there is no last line, returns the line through the steps and the origin, whose fixed time is 0.
+    /// Returns `None` if there is not enough evidence.
     fn rate(&self) -> Option<Line> {
         let is_long = || self.weight > 0.0 && self.x / self.weight >= LONG_STEP_TOKENS;
         self.line().or_else(|| is_long().then(|| self.scaled().unwrap_or_else(|| self.through_zero())))

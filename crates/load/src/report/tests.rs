@@ -63,7 +63,7 @@ fn report_has_the_figures_of_its_outcomes() {
 }
 
 #[test]
-fn late_start_is_part_of_the_time_to_first_token() {
+fn lateness_counts_towards_the_time_to_first_token() {
     let report = report();
     let ttft = report.ttft.expect("tokens arrived");
     assert_eq!((ttft.count, ttft.max_ms, ttft.mean_ms), (3, 500.0, 700.0 / 3.0));

@@ -70,7 +70,7 @@ impl TimingCase {
         }
     }
 
-    /// Returns the numbers of sequences, of new tokens of each, and of all tokens of each.
+    /// Returns three numbers: the sequences of a step, the new tokens of each sequence, and all tokens of each sequence.
     fn sequences(self) -> (usize, usize, usize) {
         match self {
             Self::Ceilings { .. } => (0, 0, 0),

@@ -146,7 +146,7 @@ fn only_outranked_sequences_release_their_blocks_to_a_request() {
 }
 
 #[test]
-fn growth_revokes_outranked_reservations_only() {
+fn growing_sequence_revokes_reservations_except_those_that_outrank_it() {
     for (within, revoked) in [(0, true), (-1, false)] {
         let mut world = World::new(8, SETTINGS);
         let remote = Generate { kv: KvSource::Remote, ..ranked(0, within, generate(prompt("reserved", 40), 4)) };
