@@ -19,7 +19,7 @@ use tokio::time::Instant;
 const SHORTEST_TOKENS: u64 = 64;
 /// The number of measurements of each prompt. The shortest time counts, because other work on the machine can only make a time longer.
 const REPEATS: usize = 5;
-/// A prompt that takes longer than this is the last one: no longer prompts are measured.
+/// A prompt that takes longer than this is the last one. Longer prompts are not measured.
 const PROMPT_MAX: Duration = Duration::from_secs(4);
 /// The number of tokens in each answer.
 const ANSWER_TOKENS: u64 = 32;

@@ -93,7 +93,7 @@ pub(crate) struct SimulatedEngine {
     pub(crate) expected: u32,
     pub(crate) generated_tokens: u64,
     pub(crate) has_sent: bool,
-    /// Whether the worker is running, and not lost.
+    /// Whether the worker is running; false while it is lost.
     pub(crate) present: bool,
     /// The number of times that the worker was lost.
     pub(crate) losses: u64,

@@ -14,7 +14,7 @@ struct ShareState {
     sending: u32,
     /// The time up to which charges are included in `each`; `None` before the first transfer.
     at: Option<Instant>,
-    /// The total time charged to a transfer that has had bytes in flight since the start.
+    /// The total time that would have been charged to a transfer with bytes in flight during the whole time since the start.
     each: Duration,
 }
 

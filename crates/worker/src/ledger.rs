@@ -27,9 +27,9 @@ const NAME: &str = "ledger";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The attempt generated the request's first token. Its cached tokens are those of the request.
+    /// The attempt generated the request's first token. Its number of cached tokens counts for the request.
     Won,
-    /// The attempt resumed the output of an earlier attempt. The cached tokens of that earlier attempt are those of the request.
+    /// The attempt resumed the output of an earlier attempt. The number of cached tokens of that earlier attempt counts for the request.
     Superseded,
     /// The client cancelled the attempt before its first token.
     Cancelled,

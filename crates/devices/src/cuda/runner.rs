@@ -190,7 +190,7 @@ impl<D: Device> Runner<D> {
             }
         };
         tokens.truncate(requests.len());
-        // Waits for all ranks, so that the step's measured duration includes all of its work and asynchronous errors are reported here.
+        // Waits for all ranks. So the step's measured duration includes all of its work, and asynchronous errors are reported here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
         Ok(StepOutput::Sampled { tokens, logits })
     }

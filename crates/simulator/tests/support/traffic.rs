@@ -18,7 +18,7 @@ const CONTINUES: f64 = 0.6;
 const FIRST_BLOCKS: f64 = 11.0;
 const ADDED_BLOCKS: f64 = 4.0;
 const ANSWER_TOKENS: f64 = 230.0;
-/// The standard deviation of the logarithms of these three numbers.
+/// The standard deviation of the natural logarithms of these three numbers.
 const SPREAD: f64 = 0.9;
 /// The maximum number of blocks in a prompt.
 const BLOCKS_MAX: usize = 200;

@@ -1,4 +1,4 @@
-//! Compares results with arithmetic in double precision on the file's bytes.
+//! Compares the engine's results with a reference that computes in double precision from the bytes of the model file.
 
 use super::*;
 use crate::cpu::weights::Matrix;

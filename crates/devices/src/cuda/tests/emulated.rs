@@ -20,8 +20,8 @@ use std::{
 
 type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
 
-/// Orders of execution. Each is a sum of bits: bit 1 runs threads and blocks from last to first, and bit 2 performs asynchronous copies
-/// immediately, not as late as possible.
+/// Orders of execution. Each is a sum of flags: 1 runs threads and blocks from last to first, and 2 performs asynchronous copies immediately,
+/// not as late as possible.
 pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 
 pub(super) struct Emulated {
