@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn line_that_is_only_written_in_part_is_counted_as_one_lost_line() {
+    fn partly_written_line_is_counted_as_one_lost_line() {
         let metrics = Metrics::default();
         let (lines, queued) = sync_channel(LINES_MAX);
         let disk = Disk(Arc::new(Mutex::new((Vec::new(), 6))));

@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn padded_batches_have_few_sizes_and_at_most_half_as_many_rows_again_as_tokens() {
+    fn padded_batches_have_few_sizes_and_at_most_1_5_rows_per_token() {
         let mut occurring: Vec<usize> = (1..=256).map(padded_rows).collect();
         assert!((1..=256).zip(&occurring).all(|(rows, padded)| (rows..=rows * 3 / 2).contains(padded)));
         occurring.dedup();

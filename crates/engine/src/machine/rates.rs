@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_on_prompt_tokens_remains_and_full_steps_are_counted_while_all_steps_are_short() {
+    fn short_full_steps_keep_the_limit_on_prompt_tokens_and_count_as_measurements() {
         // A slow device takes 20 ms for a prompt token and 60 ms for a decoding sequence.
         let slow = |tokens: u32, sequences: u32| StepStats {
             prefill_tokens: tokens,
