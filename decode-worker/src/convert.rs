@@ -16,7 +16,7 @@ const SAMPLES_MAX: u32 = 128;
 const LOGPROBS_MAX: u32 = 20;
 /// Maximum number of tokens with a logit bias, the same as in the frontend.
 const BIASES_MAX: usize = 1_024;
-/// Maximum number of stop tokens: more than the stop tokens that a frontend lets a client set, plus those of the model.
+/// Maximum number of stop tokens: more than the number that a frontend lets a client set plus the number that a model has.
 const STOP_TOKENS_MAX: usize = 1_024;
 /// Maximum number of token sequences that must not be generated.
 const BAD_WORD_FORMS_MAX: usize = 256;
@@ -129,7 +129,7 @@ impl DecodeRequest {
     }
 }
 
-/// Checks the sizes of all texts but the prompt.
+/// Checks the sizes of all texts of a request except the prompt.
 fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
     let texts = [
         ("request_id", request.request_id.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
@@ -141,7 +141,7 @@ fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
     too_long.map_or(Ok(()), |(field, _, _, allowed)| Err(Invalid::OutOfRange { field, allowed }))
 }
 
-/// Checks that the model has all tokens that the options of sampling name.
+/// Checks that all tokens that the sampling parameters name are in the model's vocabulary.
 fn check_tokens(sampling: &Sampling, known: impl Fn(&TokenId) -> bool) -> Result<(), Invalid> {
     let bad_tokens = sampling.bad_words.iter().flat_map(|word| word.forms.iter().flatten());
     for (field, all_known) in [
@@ -244,7 +244,7 @@ pub(crate) fn prompt_logprobs(prompt: &[TokenId], logprobs: Vec<Option<TokenLogp
     v1::PromptLogprobs { tokens: prompt.iter().zip(logprobs).map(|(id, logprobs)| token(*id, logprobs)).collect() }
 }
 
-/// Converts the end of a sample. `logprobs` are those of the stop token that ended it.
+/// Converts the end of a sample. `logprobs` belongs to the stop token that ended the sample.
 pub(crate) fn finished(sample: u32, reason: FinishReason, logprobs: Option<TokenLogprobs>) -> v1::Finished {
     let (reason, stop_token) = match reason {
         FinishReason::Stop(token) => (finished::FinishReason::Stop, Some(token)),

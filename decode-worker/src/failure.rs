@@ -1,4 +1,5 @@
-//! Why an attempt ends before its last token, and the only mapping of these causes to the failure reasons for clients.
+//! The causes for which an attempt ends before its last token, and the only table from these causes to the failure reasons that the client
+//! receives.
 
 use crate::convert::Invalid;
 use tandem_engine::Refusal;

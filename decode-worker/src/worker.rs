@@ -46,7 +46,7 @@ impl DecodeWorker {
     /// Passes a request to the engine, which first compiles its constraint. The compilation may have to wait for those of other requests.
     ///
     /// # Errors
-    /// The engine refuses the request, or the request waits in the queue until `wait_until`.
+    /// Fails if the engine refuses the request, or if the request still waits in the queue at `wait_until`.
     pub(crate) async fn generate(&self, generate: Generate, wait_until: Option<Instant>) -> Result<Box<dyn Job>, DecodeEnd> {
         in_queue(wait_until, async { Ok(self.common.backend.generate(generate).await?) }).await
     }

@@ -98,7 +98,8 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
         .keep_alive_while_idle(true)
         .initial_stream_window_size(REPLIES_WINDOW)
         .initial_connection_window_size(REPLIES_CONNECTION_WINDOW)
-        // A limit would count messages for streams that the client has reset, over the whole life of the connection, so none is set.
+        // The limit is switched off: over the whole life of a connection it would count the messages that arrive for streams that the client
+        // has reset.
         .http2_max_local_error_reset_streams(None))
 }
 

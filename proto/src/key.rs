@@ -33,7 +33,7 @@ pub enum Purpose {
     Events,
     /// A signature of a worker's address, to which other workers connect.
     Address,
-    /// A signature of a process's registration in etcd, to which other programs may write.
+    /// A signature of a process's registration in etcd. It is needed because other programs may write to etcd.
     Registration,
 }
 

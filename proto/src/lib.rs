@@ -39,8 +39,8 @@ pub mod v1 {
     tonic::include_proto!("tandem.v1");
 }
 
-/// Logs that a stream has a kind of message that this version does not know (an unset `oneof`), which its receiver skips. A later version may
-/// add a kind if every receiver can do without it (docs/versions.md).
+/// Logs that a message on a stream is of a kind that this version does not know (an unset `oneof`). The receiver skips such messages. A later
+/// version may add a kind if every receiver can do without it (docs/versions.md).
 pub fn unknown_message(stream: &'static str) {
     tracing::debug!(stream, "skipping a kind of message that this version does not know");
 }

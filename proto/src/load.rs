@@ -11,11 +11,11 @@ const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
 /// allowed to take.
 const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 
-/// The lowest share of prompts in the time of a step that is believed: receivers divide by it. Lower ones count as this one.
+/// The lowest share of prompts in the time of a step. A lower reported share counts as this one, because receivers divide by the share.
 const PROMPT_SHARE_MIN: f64 = 0.01;
 
-/// The plausible range of transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest
-/// network.
+/// The plausible range of transfer rates in bytes per second: from a rate that is too low for any use to a thousand times the rate of the
+/// fastest network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
 /// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because [`Load`] does not have them. The sender
@@ -65,7 +65,7 @@ pub fn transfer_bytes_per_second(load: &v1::Load) -> f64 {
     measured(load.transfer_bytes_per_second, TRANSFER_BYTES_PER_SECOND)
 }
 
-/// Returns the share; 0 if it is not known.
+/// Returns the share of prompts in the time of a step, raised to [`PROMPT_SHARE_MIN`] if it is lower; 0 if it is not known.
 fn prompt_share(share: f64) -> f64 {
     if share > 0.0 && share <= 1.0 { share.max(PROMPT_SHARE_MIN) } else { 0.0 }
 }

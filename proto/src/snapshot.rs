@@ -10,8 +10,8 @@ use tandem_kv::Snapshot;
 /// Maximum number of hashes in one chunk. They take 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
 pub const CHUNK_HASHES_MAX: usize = 8_192;
 
-/// Returns the messages of a snapshot, in order; only the last message has `last` set. If a chain is too long for one message, the rest of
-/// it follows in the next message, as a chain whose parent is the last block in the previous message.
+/// Returns the messages of a snapshot, in order; only the last message has `last` set. If a chain is too long for one message, the next
+/// message continues it: the rest is a chain whose parent is the last block of the previous message.
 pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::SnapshotChunk> {
     let empty = || v1::SnapshotChunk {
         instance_id: instance_id.to_owned(),

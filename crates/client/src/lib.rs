@@ -1,4 +1,4 @@
-//! An HTTP/1.1 client of one server, with TLS, for answers of bounded size, and for streams of server-sent events of bounded size.
+//! An HTTP/1.1 client of one server, with TLS. It bounds the size of each answer, and of each event in a stream of server-sent events.
 
 use bytes::Bytes;
 use eventsource_stream::{EventStreamError, Eventsource};
@@ -28,7 +28,7 @@ use std::{
 /// connection that the server is closing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Why a request has no complete answer.
+/// The reason why a request has no complete answer.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The server cannot be reached, or the connection was lost before the answer began.
@@ -40,7 +40,7 @@ pub enum HttpError {
     /// The answer, or one of its events, is longer than this number of bytes.
     #[error("the response is longer than {0} bytes, which is the limit")]
     TooLong(usize),
-    /// The server took longer than this.
+    /// The server did not answer within this time.
     #[error("no response within {0:?}")]
     Timeout(Duration),
     /// The answer contains data that is not a server-sent event.
@@ -68,7 +68,7 @@ impl HttpError {
 #[error("not an http:// or https:// URL with a host and without a query")]
 pub struct InvalidUrl;
 
-/// A client of one server. Cheap to clone.
+/// A client of one server. It is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct HttpClient {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
@@ -81,7 +81,7 @@ impl HttpClient {
     /// Makes a client of the server at `url`, whose certificate one of the authorities has signed.
     ///
     /// # Errors
-    /// The URL cannot be used.
+    /// Fails if the URL cannot be used.
     pub fn new(url: &str, authorities: RootCertStore, connect_timeout: Duration) -> Result<Self, InvalidUrl> {
         let uri: Uri = url.parse().map_err(|_| InvalidUrl)?;
         let host = uri.host().filter(|host| !host.is_empty() && uri.query().is_none());
@@ -113,7 +113,7 @@ impl HttpClient {
     /// Sends a request. Returns the answer when its head has arrived. `path` begins with a slash and follows the address.
     ///
     /// # Errors
-    /// The server cannot be reached, or the connection was lost.
+    /// Fails if the server cannot be reached, or if the connection is lost.
     pub async fn send(
         &self,
         method: Method,
@@ -132,7 +132,7 @@ impl HttpClient {
 /// Returns the public authorities, and those whose certificates `pem` has.
 ///
 /// # Errors
-/// Returns what is wrong with the certificates.
+/// Returns a message that says what is wrong with the certificates.
 pub fn authorities(pem: Option<&[u8]>) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.into() };
     for certificate in CertificateDer::pem_slice_iter(pem.unwrap_or_default()) {
@@ -145,7 +145,7 @@ pub fn authorities(pem: Option<&[u8]>) -> Result<RootCertStore, String> {
 /// Returns the body of an answer, which may have at most `max` bytes.
 ///
 /// # Errors
-/// The body is longer, or the connection was lost.
+/// Fails if the body is longer, or if the connection is lost.
 pub async fn whole(answer: Response<Incoming>, max: usize) -> Result<Bytes, HttpError> {
     match Limited::new(answer.into_body(), max).collect().await {
         Ok(body) => Ok(body.to_bytes()),

@@ -31,9 +31,9 @@ const WORKLOADS: [Workload; 5] = [
 
 #[derive(Clone, Copy)]
 enum Workload {
-    /// A whole prompt, with logits for its last token.
+    /// One prompt of `len` tokens is computed, with logits for its last token.
     Prefill { len: u32 },
-    /// `batch` sequences that have `after` tokens each are decoded together, with logits for every token.
+    /// `batch` sequences, each of which already has `after` tokens, are decoded together, with logits for every token.
     Decode { after: u32, batch: u32 },
 }
 

@@ -1,10 +1,10 @@
-//! Measures the overhead of an engine step without the device's time: `cargo bench -p tandem-devices --bench step_loop`.
-//! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker.
-//! The overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to
-//! every job, publishing load and cache events, planning. Each round has a median over its steps; the benchmark prints the median of seven
-//! rounds.
-//! The overhead is measured with two vocabularies. The simulator's is small, and only four of its tokens are likely; the goal applies to
-//! this one. The other has SmolLM2's size, and every token may be sampled, as with a model, so sampling takes most of the time.
+//! Measures the overhead of an engine step without the device's time: `cargo bench -p tandem-devices --bench step_loop`. 64 sequences are
+//! decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker. The overhead is the
+//! time from the end of one device step to the beginning of the next: applying results, sampling, sending events to every job, publishing
+//! load and cache events, planning. Each round has a median over its steps; the benchmark prints the median of seven rounds. The overhead is
+//! measured with two vocabularies. The simulator's vocabulary is small, and only four of its tokens are likely; the goal applies to this
+//! vocabulary. The other vocabulary has the size of SmolLM2's. Every token may be sampled, as with a model, so sampling takes most of the
+//! time.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{
@@ -105,7 +105,7 @@ impl Engine for Measured {
         let mut logits = self.engine.step(chunks)?.into_logits();
         if self.engine.describe().vocab_size == VOCABULARY {
             for (token, logit) in logits.iter_mut().enumerate() {
-                // Makes each unlikely token between e^-24 and e^-8 times as likely as the likeliest token.
+                // Each unlikely token becomes between e^-24 and e^-8 times as likely as the likeliest token.
                 *logit = logit.max(-4.0 - (token * 7 % 17) as f32);
             }
         }

@@ -67,9 +67,9 @@ pub struct CudaLimits {
     pub capacity_blocks: Option<u32>,
     /// The number of engines that share the memory that the weights leave free.
     pub engines: u32,
-    /// The most tokens in a step.
+    /// The maximum number of tokens in a step.
     pub step_tokens_max: u32,
-    /// The most sequences in a step that advance by a single token.
+    /// The maximum number of sequences in a step that advance by a single token.
     pub sequences_max: u32,
     /// Whether the engine's work runs before the work of non-urgent engines of the process.
     pub urgent: bool,
@@ -109,7 +109,7 @@ pub struct CompileTarget<'a> {
     pub architecture: &'a str,
     /// The CUDA version that the driver supports, such as 13000.
     pub driver_version: i32,
-    /// The most bytes of shared memory that a thread block may use.
+    /// The maximum shared memory of a thread block, in bytes.
     pub shared_max: usize,
 }
 
@@ -141,7 +141,7 @@ impl CudaModel {
         Self::load_from(file, settings, Origin::File)
     }
 
-    /// As [`load`](Self::load), but only reads the files' headers, and makes random weights on the GPUs.
+    /// Loads a model as [`load`](Self::load) does, but reads only the headers of the files, and makes random weights on the GPUs.
     ///
     /// # Errors
     ///
@@ -152,7 +152,7 @@ impl CudaModel {
     }
 
     fn load_from(file: &dyn ModelFile, settings: &CudaSettings, origin: Origin) -> Result<Self, CudaError> {
-        // The drivers are found first, so that a missing driver is reported before a fault of the model.
+        // The drivers are found first, so that a missing driver is reported before an error in the model's files.
         let drivers = gpu::Driver::find_alike(settings.device, settings.gpus)?;
         for (gpu, driver) in (settings.device..).zip(&drivers) {
             tracing::info!(gpu, found = driver.describe(), "the GPU and its libraries");

@@ -1,7 +1,7 @@
 //! A simulated device without a model. Its tokens are deterministic, and its durations come from a cost model.
 //!
-//! Each slot of a block holds a hash of the sequence up to the slot's token, and the next token depends on the KV of *all* tokens before
-//! it. So a torn, stale or misplaced block changes the text, and a test that compares texts detects it.
+//! Each slot of a block holds a hash of the sequence up to the slot's token, and the next token depends on the KV of *all* tokens before it.
+//! So an incomplete, outdated or misplaced block changes the text, and a test that compares texts detects it.
 
 use std::{collections::BTreeMap, time::Duration};
 use tandem_engine::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, SampledToken, SimClock, StepOutput};

@@ -42,7 +42,7 @@ fn goldens<T: DeserializeOwned>(name: &str) -> Vec<T> {
 #[derive(Deserialize)]
 struct TeacherForced {
     tokens: Vec<TokenId>,
-    /// The logprobs of the tokens after the first: entry `i` is the logprob of `tokens[i + 1]`.
+    /// The logprobs of all tokens except the first: entry `i` is the logprob of `tokens[i + 1]`.
     logprobs: Vec<f64>,
     top1: Vec<usize>,
 }

@@ -16,8 +16,8 @@ use tandem_kv::{ReadyBlock, Ticket, TokenId};
 pub enum Event {
     /// The prompt's blocks are allocated, and its prefill begins on this worker.
     Scheduled {
-        /// The number of prompt tokens found in this worker's prefix cache: at most the prompt's length less one; 0 if nothing was found or caching
-        /// is off. `None` if the external engine does not report it.
+        /// The number of prompt tokens found in this worker's prefix cache: at most the prompt's length minus one; 0 if nothing was found or
+        /// caching is off. `None` if the external engine does not report it.
         cached: Option<CachedTokens>,
     },
     /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as the external engine

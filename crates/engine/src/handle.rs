@@ -26,8 +26,8 @@ use tokio::time::Instant;
 pub struct EngineSettings {
     /// Maximum number of tokens in one step: prompt tokens plus one for each decoding sequence.
     pub chunk_budget: u32,
-    /// The longest time between two tokens of a running answer in steps that also compute prompts; `None`: a multiple of the time of a step without
-    /// prompts. Prompt tokens get at least half of each step, even if this time is exceeded.
+    /// The longest time between two tokens of a running answer in steps that also compute prompts. If it is `None`, the limit is a multiple
+    /// of the time of a step without prompts. Prompt tokens get at least half of each step, even if this time is exceeded.
     pub itl_max: Option<Duration>,
     /// Maximum number of sequences in one step.
     pub batch_max: u32,

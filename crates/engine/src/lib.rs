@@ -15,7 +15,8 @@ mod sampling;
 pub mod sim;
 mod ticket;
 
-/// The simulated device, with which the tests of the scheduler run, names this crate as other crates do.
+/// The scheduler's tests compile the simulated device's source (`sim.rs`) into this crate. That source imports this crate by its name, as the
+/// crate `devices` does.
 #[cfg(test)]
 extern crate self as tandem_engine;
 

@@ -180,8 +180,8 @@ impl Machine {
         starves.then_some(oldest.job)
     }
 
-    /// Returns the indices of the running sequences in the next step: all that are not paused and do not wait for a mask or, if these are too
-    /// many, the first of them in the fair order.
+    /// Returns the indices of the running sequences in the next step: all sequences that are not paused and do not wait for a mask. If these
+    /// are too many, only the first ones in the fair order are returned.
     fn batch(&self) -> Vec<usize> {
         let can_run = |index: &usize| !self.running[*index].paused && !self.running[*index].awaits_mask();
         let mut batch: Vec<usize> = (0..self.running.len()).filter(can_run).collect();

@@ -130,14 +130,14 @@ pub struct Sampler {
     constrained: Option<Constrained>,
 }
 
-/// A token that may be sampled, and its weight: its probability divided by that of the likeliest token.
+/// A token that may be sampled, and its weight: the token's probability divided by the probability of the likeliest token.
 type Candidate = (TokenId, f32);
 
 /// A token is not sampled if the natural logarithm of its weight is at most this number. Half a million such tokens together weigh less than the
 /// lowest of the random number's 53 bits.
 const LOG_WEIGHT_MIN: f32 = -50.0;
 
-/// Stands for the token that could not be sampled because all logits are NaNs: weights or KV are broken.
+/// The token id that a sampler returns if all logits are NaNs, so that no token can be sampled. It shows that weights or KV are damaged.
 pub const NO_TOKEN: TokenId = TokenId::MAX;
 
 impl Sampler {
@@ -158,7 +158,7 @@ impl Sampler {
         Self { sampling, changes, generated_len: 0, recent: Vec::new(), recent_max, prepared, constrained }
     }
 
-    /// Adds a constraint. Its masks are computed where they are requested, so no token is late.
+    /// Adds a constraint. The thread that requests a mask computes it, so no mask is late.
     ///
     /// # Errors
     /// Fails if the constraint cannot be enforced.
@@ -424,7 +424,7 @@ fn forms(bad_words: &[BadWord]) -> impl Iterator<Item = (&[TokenId], TokenId)> {
     bad_words.iter().flat_map(|word| &word.forms).filter_map(|form| form.split_last()).map(|(last, before)| (before, *last))
 }
 
-/// Returns the logprob of `token`, and those of the `top` likeliest tokens.
+/// Returns the logprob of `token`, and the logprobs of the `top` likeliest tokens.
 pub(crate) fn logprobs(logits: &[f32], token: TokenId, top: u32) -> TokenLogprobs {
     let mut order: Vec<TokenId> = (0..logits.len() as TokenId).collect();
     let likelier = |a: &TokenId, b: &TokenId| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
@@ -437,7 +437,7 @@ pub(crate) fn logprobs(logits: &[f32], token: TokenId, top: u32) -> TokenLogprob
     logprobs_of(logits, token, &order)
 }
 
-/// Returns the logprob of `token`, and those of the `others` in their order.
+/// Returns the logprob of `token`, and the logprobs of the tokens `others` in their order.
 fn logprobs_of(logits: &[f32], token: TokenId, others: &[TokenId]) -> TokenLogprobs {
     let max = f64::from(logits[argmax(logits) as usize]);
     let sum: f64 = logits.iter().map(|logit| libm::exp(f64::from(*logit) - max)).sum();

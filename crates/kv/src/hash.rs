@@ -56,7 +56,7 @@ impl Namespace {
         Self([&*self.0, &(account.len() as u64).to_le_bytes(), account.as_bytes()].concat().into())
     }
 
-    /// Whether all clients share the namespace: it has neither a cache salt nor an account.
+    /// Returns whether all clients share the namespace, because it has neither a cache salt nor an account.
     pub fn is_shared(&self) -> bool {
         let mut rest = &*self.0;
         let parts: [_; 5] = std::array::from_fn(|_| split_part(&mut rest));
@@ -94,21 +94,24 @@ fn split_part<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
 }
 
 impl SequenceHash {
-    /// A worker that reports this block as cached has a cache that can be reused only up to its reuse points (docs/adr/049-reuse-points.md).
+    /// A marker. A worker that reports this block as cached has a cache whose prefixes can be reused only up to its reuse points
+    /// (docs/adr/049-reuse-points.md).
     pub const REUSE_POINTS: Self = Self::marker(0x7573_6550_7473);
 
-    /// A worker that reports this block as cached has layers whose cached state Tandem does not follow, so its other blocks are approximate.
+    /// A marker. If a worker reports this block as cached, the other blocks that it reports are approximate, because its model has layers
+    /// whose cached state Tandem does not track.
     pub const UNFOLLOWED_LAYERS: Self = Self::marker(0x666f_6c6c_6f77);
 
-    /// Returns the block with which a worker reports that its cache can be reused up to the end of this block, if it reports
-    /// [`Self::REUSE_POINTS`].
+    /// Returns the marker of a reuse point at the end of this block. A worker that reports [`Self::REUSE_POINTS`] also reports these markers,
+    /// to say up to which blocks a cached prefix can be reused.
     #[must_use]
     pub const fn reuse_point(self) -> Self {
         Self::marker(mix(self.0 ^ Self::REUSE_POINTS.0) >> 16)
     }
 
-    /// Whether this is no block with tokens, but one that says something about other blocks. Such a block begins a prompt, and no block follows it. Of
-    /// 65,536 blocks with tokens, one has the same first bits.
+    /// Returns whether this is a marker: a hash that stands for no tokens, but says something about other blocks of the worker that reports
+    /// it. A marker begins a prompt, and no block follows it. One in 65,536 hashes of blocks with tokens has the same first 16 bits by
+    /// chance.
     pub const fn is_marker(self) -> bool {
         self.0 >> 48 == 0x5265
     }

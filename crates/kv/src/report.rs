@@ -27,7 +27,8 @@ pub struct Load {
     pub prefill_fixed_ms: f64,
     /// Mean time that a step takes for its decoding sequences, in milliseconds; 0 while it is unknown.
     pub decode_step_ms: f64,
-    /// The part of a full step's time that prompt tokens have lately got while answers were running, from 0 to 1; 0 while it is unknown.
+    /// The fraction of a full step's time, from 0 to 1, that prompt tokens have lately taken while answers were running; 0 while it is
+    /// unknown.
     pub prompt_share: f64,
     /// The number of preemptions since the start of the engine.
     pub preemptions: u64,

@@ -24,8 +24,8 @@ impl RequestSource {
     }
 }
 
-/// Sends each request when it is due, whether or not earlier ones have ended. With `in_flight_max` requests in flight, further ones are sent late.
-/// After `duration` no request is sent. Returns when all have ended.
+/// Sends each request when it is due, whether or not earlier ones have ended. While `in_flight_max` requests are in flight, due requests wait
+/// and are sent late. After `duration` no request is sent. Returns when all requests have ended.
 pub(crate) async fn open_loop(
     runner: Arc<RequestRunner>,
     mut source: RequestSource,
@@ -69,7 +69,8 @@ pub(crate) async fn open_loop(
     finish(running).await;
 }
 
-/// Keeps `concurrency` requests or conversations in flight. Returns when all have ended. After `duration` no further one is begun.
+/// Keeps `concurrency` requests or conversations in flight. Returns when all of them have ended. After `duration` no further request or
+/// conversation is begun.
 pub(crate) async fn closed_loop(
     runner: Arc<RequestRunner>,
     source: RequestSource,
@@ -106,7 +107,7 @@ async fn finish(mut running: JoinSet<()>) {
     }
 }
 
-/// A panic of a request's task is a bug, and must not look like a request that was never sent.
+/// Panics if a request's task has panicked: such a panic is a bug, and must not look like a request that was never sent.
 fn passed_on(ended: Result<(), JoinError>) {
     if let Err(error) = ended
         && error.is_panic()

@@ -9,13 +9,13 @@ use hyper::{
 use std::time::Duration;
 use tandem_client::{HttpClient, HttpError, authorities, whole};
 
-/// Time limit for opening a connection.
+/// The time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time limit for answers for which no tokens are generated.
+/// The time limit for a complete answer that is not streamed.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Limit on the bytes of an answer that is not streamed.
+/// The maximum number of bytes of an answer that is not streamed.
 const WHOLE_MAX: usize = 64 << 20;
-/// Why a server's answer cannot be used.
+/// The reason why a server's answer cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum AnswerError {
     /// The answer is not complete.
@@ -27,7 +27,7 @@ pub enum AnswerError {
     /// The server refused the request.
     #[error("the server answered with HTTP status {status}: {message}")]
     Status {
-        /// The status.
+        /// The HTTP status of the answer.
         status: StatusCode,
         /// The message in the answer.
         message: String,
@@ -47,7 +47,7 @@ pub enum UrlError {
     Ca(String),
 }
 
-/// A client of one server. Cheap to clone.
+/// A client of one server. It is cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Http {
     client: HttpClient,
@@ -55,7 +55,7 @@ pub(crate) struct Http {
 }
 
 impl Http {
-    /// Makes a client. `url` may end with `/v1`. `ca` has the certificates in PEM format that may sign the server's one, besides those of the
+    /// Makes a client. `url` may end with `/v1`. `ca` has certificates of authorities in PEM format, which are trusted in addition to the
     /// public authorities. `headers` are added to every request.
     pub(crate) fn new(url: &str, ca: Option<&[u8]>, headers: HeaderMap) -> Result<Self, UrlError> {
         let base = url.trim_end_matches('/');
@@ -71,19 +71,19 @@ impl Http {
         self
     }
 
-    /// Sends a POST with a body of JSON; returns the answer when its head has arrived.
+    /// Sends a POST request with a JSON body. Returns the answer when its head has arrived.
     pub(crate) async fn post(&self, path: &str, json: Bytes) -> Result<Response<Incoming>, HttpError> {
         let mut headers = self.headers.clone();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         self.client.send(Method::POST, path, headers, json).await
     }
 
-    /// Sends a POST, and reads the complete answer as JSON.
+    /// Sends a POST request, and reads the complete answer as JSON.
     pub(crate) async fn post_json(&self, path: &str, json: &serde_json::Value) -> Result<serde_json::Value, AnswerError> {
         read(self.post(path, json.to_string().into())).await
     }
 
-    /// Sends a GET, and reads the complete answer as JSON.
+    /// Sends a GET request, and reads the complete answer as JSON.
     pub(crate) async fn get_json(&self, path: &str) -> Result<serde_json::Value, AnswerError> {
         read(self.client.send(Method::GET, path, self.headers.clone(), Bytes::new())).await
     }
@@ -103,7 +103,8 @@ async fn read(answer: impl Future<Output = Result<Response<Incoming>, HttpError>
     tokio::time::timeout(READ_TIMEOUT, reading).await.unwrap_or(Err(HttpError::Timeout(READ_TIMEOUT).into()))
 }
 
-/// Returns the message of an error's body, in whichever of the usual places it is.
+/// Returns the message in the body of an error. If the body has it at none of the paths that common servers use, returns the beginning of the
+/// body.
 pub(crate) fn message(body: &[u8]) -> String {
     let parsed: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     let places = ["/error/message", "/message", "/detail", "/error"];

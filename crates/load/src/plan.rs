@@ -10,10 +10,10 @@ use fastrand::Rng;
 use serde_json::Value;
 use std::time::Duration;
 
-/// The assumed number of bytes per token of a recorded answer, if no tokenizer counts its tokens.
+/// The assumed number of bytes per token of a recorded answer. It is used if no local tokenizer can count the answer's tokens.
 const TOKEN_BYTES: usize = 4;
 
-/// A row that is ready to be sent.
+/// A row of a trace that is ready to be sent.
 #[derive(Debug)]
 pub(crate) struct Planned {
     /// The time at which the row is due, counted from the beginning of the run; `None`: as soon as there is capacity.
@@ -27,17 +27,17 @@ pub(crate) enum PlannedWork {
     Conversation { steps: Vec<PlannedStep>, tools: Option<Value> },
 }
 
-/// A request of a conversation without the messages before it, which depend on the answers.
+/// A request of a conversation. It lacks the messages before it, because these contain the server's answers.
 #[derive(Debug)]
 pub(crate) struct PlannedStep {
     pub(crate) messages: Vec<Value>,
     pub(crate) answer_tokens: Option<u64>,
 }
 
-/// The times of requests.
+/// The rule for the times at which requests are sent.
 #[derive(Debug)]
 pub(crate) enum RequestTimes {
-    /// Requests are sent at the trace's times, which pass `speed` times as fast.
+    /// Requests are sent at the times of the trace, divided by `speed`.
     Trace { speed: f64 },
     /// Requests arrive independently of each other, `per_second` of them on average.
     Random { per_second: f64, rng: Rng, last: Duration },
@@ -52,7 +52,7 @@ pub(crate) struct Planner {
     pub(crate) times: RequestTimes,
     /// Makes the prompts of traces without text; `None` for traces with text.
     pub(crate) prompts: Option<PromptMaker>,
-    /// How the prompts of a trace without text are sent.
+    /// The form in which the prompts of a trace without text are sent.
     pub(crate) kind: PromptKind,
     pub(crate) tokenizer: Option<LocalTokenizer>,
 }
@@ -64,7 +64,7 @@ impl RequestTimes {
             Self::Trace { speed } => recorded.map(|at| at.div_f64(*speed)),
             Self::Random { per_second, rng, last } => {
                 let at = *last;
-                // The time between independent arrivals is distributed exponentially.
+                // The times between independent arrivals are distributed exponentially.
                 *last += Duration::from_secs_f64(-(1.0 - rng.f64()).ln() / *per_second);
                 Some(at)
             }
@@ -80,7 +80,7 @@ impl Planner {
                 let prompts = self.prompts.as_ref().expect("a trace of blocks has prompts");
                 let prompt = prompts.prompt(row.index, &blocks);
                 let request = self.bodies.completion(&prompt, blocks.output_length, self.kind);
-                // The template of a chat adds tokens.
+                // A chat template adds tokens, so the number of prompt tokens of a chat is not known.
                 let prompt_tokens = (self.kind != PromptKind::Chat).then_some(blocks.input_length);
                 let expected = Expected { prompt_tokens, output_tokens: request.max_tokens };
                 PlannedWork::Request { request, expected }
@@ -97,7 +97,7 @@ impl Planner {
         Planned { at, work }
     }
 
-    /// Returns the length of a recorded answer in tokens.
+    /// Returns the number of tokens in a recorded answer.
     fn tokens(&self, answer: &str) -> u64 {
         let counted = self.tokenizer.as_ref().and_then(|tokenizer| tokenizer.tokens(answer).ok());
         counted.unwrap_or(answer.len().div_ceil(TOKEN_BYTES) as u64).max(1)

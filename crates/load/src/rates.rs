@@ -15,58 +15,58 @@ use serde_json::Map;
 use std::{collections::BTreeSet, iter, sync::Arc, time::Duration};
 use tokio::time::Instant;
 
-/// The tokens of the shortest prompt.
+/// The number of tokens in the shortest prompt.
 const SHORTEST_TOKENS: u64 = 64;
-/// How often each prompt is measured; the shortest time counts, because other work only makes times longer.
+/// The number of measurements of each prompt. The shortest time counts, because other work on the machine can only make a time longer.
 const REPEATS: usize = 5;
-/// A prompt that takes longer than this is the longest one.
+/// A prompt that takes longer than this is the last one. Longer prompts are not measured.
 const PROMPT_MAX: Duration = Duration::from_secs(4);
-/// The tokens of each answer.
+/// The number of tokens in each answer.
 const ANSWER_TOKENS: u64 = 32;
-/// The words of the first prompt, which shows how many tokens a word has.
+/// The number of words in the first prompt, from which the number of tokens per word is computed.
 const FIRST_WORDS: u64 = 32;
 
-/// What is measured, and how.
+/// The settings of a measurement.
 #[derive(Clone, Debug)]
 pub struct RateSettings {
     /// The server's address, with or without `/v1`.
     pub url: String,
-    /// The certificates in PEM format that may sign the server's one, besides those of the public authorities.
+    /// Certificates of authorities in PEM format, which are trusted in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The model that is requested; `None`: the first one that the server lists.
     pub model: Option<String>,
     /// Headers of every request, such as an API key.
     pub headers: HeaderMap,
-    /// The tokens of the longest prompt.
+    /// The number of tokens in the longest prompt.
     pub prompt_tokens_max: u64,
-    /// The prompt tokens that a worker computes in one step.
+    /// The number of prompt tokens that a worker computes in one step.
     pub chunk_tokens: u64,
-    /// The largest number of answers at the same time.
+    /// The maximum number of answers that are generated at the same time.
     pub batch_max: usize,
-    /// Time limit for all measurements.
+    /// The time limit for all measurements together.
     pub timeout: Duration,
 }
 
 /// The rates of a worker.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeasuredRates {
-    /// The prompt tokens computed in a second, in addition to the fixed time of a step.
+    /// The number of prompt tokens that are computed per second, not counting the fixed time of a step.
     pub prefill_tokens_per_second: f64,
     /// The fixed time of a step that computes prompt tokens.
     pub prefill_step_ms: f64,
-    /// The fixed time of a step that generates.
+    /// The fixed time of a step that generates tokens.
     pub decode_step_ms: f64,
-    /// The time that each generating sequence adds to the step.
+    /// The time that each generating sequence adds to a step.
     pub decode_sequence_ms: f64,
-    /// The measured prompts: the computed tokens, and the milliseconds to the first token.
+    /// The measured prompts: for each, the number of computed tokens and the time to the first token in milliseconds.
     pub prompts: Vec<(u64, f64)>,
-    /// The measured batches: the answers of each worker, and the milliseconds from token to token.
+    /// The measured batches: for each, the number of answers per worker and the time between two tokens in milliseconds.
     pub batches: Vec<(f64, f64)>,
-    /// The workers among which the batches were divided.
+    /// The number of workers among which the batches were divided.
     pub decode_workers: usize,
 }
 
-/// Why rates cannot be measured.
+/// The reason why rates cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum RatesError {
     /// The address or the certificates are wrong.
@@ -78,10 +78,10 @@ pub enum RatesError {
     /// A request failed.
     #[error("a request was not answered ({}): {}", .0.class, .0.message)]
     Request(Failure),
-    /// The server does not report tokens, or generated none.
+    /// The server does not report token counts, or it generated no token.
     #[error("the server's answers report no `usage`, or have too few tokens; rates can be measured only with both")]
     NoUsage,
-    /// The times show no rate.
+    /// The measured times do not grow with the number of tokens, so no rate follows from them.
     #[error(
         "the time to the first token does not grow with the prompt, so no rate follows; allow longer prompts with --prompt-tokens-max"
     )]
@@ -93,10 +93,11 @@ pub enum RatesError {
     Timeout(u64),
 }
 
-/// Measures a server that does nothing else. Its workers should be one: with several, batches are divided among them.
+/// Measures the rates of a server that serves no other requests. The server should have one worker, because a batch is divided among several
+/// workers.
 ///
 /// # Errors
-/// The server cannot be reached, refuses a request, reports no usage, or is too slow.
+/// Fails if the server cannot be reached, refuses a request, reports no usage, or is too slow.
 pub async fn rates(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
     let measured = tokio::time::timeout(settings.timeout, measure(settings)).await;
     measured.unwrap_or_else(|_| Err(RatesError::Timeout(settings.timeout.as_secs())))
@@ -117,8 +118,9 @@ async fn measure(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
 }
 
 impl MeasuredRates {
-    /// Returns the rates that follow from these measurements. `least_ms` is the time to the first token of a prompt of one token, with chunks of
-    /// `chunk_tokens` tokens: it is the time of the network, of the API and of the first step of an answer, which is part of all others.
+    /// Returns the rates that follow from these measurements. `least_ms` is the time to the first token of a prompt of one token: the time of
+    /// the network, of the API and of the first step of an answer. It is part of the time of every other prompt. Prompts are computed in
+    /// chunks of `chunk_tokens` tokens.
     fn of(prompts: Vec<(u64, f64)>, batches: Vec<(f64, f64)>, least_ms: f64, chunk_tokens: u64, decode_workers: usize) -> Self {
         let (decode_step_ms, decode_sequence_ms) = fit(batches.iter().map(|(batch, ms)| ([1.0, *batch], *ms, *ms)));
         let of_prompt = |(tokens, ms): &(u64, f64)| {
@@ -139,14 +141,15 @@ struct Probe {
 }
 
 impl Probe {
-    /// Returns a prompt of this many words that no other prompt begins with; a letter for 0.
+    /// Returns a prompt of this many random words, so that no prompt begins like another one. For 0 words the prompt is a single letter.
     fn prompt(&mut self, words: u64) -> MadePrompt {
         let word = |_| iter::repeat_with(|| self.rng.lowercase()).take(4).chain([' ']).collect::<String>();
         let text: String = (0..words).map(word).collect();
         MadePrompt::Text(if text.is_empty() { "a".to_owned() } else { text })
     }
 
-    /// Returns the answer to a new prompt of about this many tokens. Its times are counted from the moment when it is sent.
+    /// Returns the answer to a new prompt of about this many tokens. The times in the answer are counted from the moment when the request is
+    /// sent.
     fn ask(&mut self, tokens: u64, answer_tokens: u64) -> impl Future<Output = Result<MeasuredAnswer, RatesError>> + use<> {
         let prompt = self.prompt((tokens as f64 / self.tokens_per_word) as u64);
         let request = self.bodies.completion(&prompt, answer_tokens, PromptKind::Text);
@@ -160,12 +163,13 @@ impl Probe {
         }
     }
 
-    /// Returns the computed tokens and the time to the first token of longer and longer prompts.
+    /// Measures prompts of increasing length. Returns, for each, the number of computed tokens and the time to the first token in
+    /// milliseconds.
     async fn prompts(&mut self, tokens_max: u64) -> Result<Vec<(u64, f64)>, RatesError> {
         let mut found = Vec::new();
         let mut tokens = SHORTEST_TOKENS;
         while tokens <= tokens_max {
-            // A little less than a power of two, so that no chunk has one or two tokens only.
+            // The length is a little below a power of two, so that no chunk has only one or two tokens.
             let (computed, ms) = self.shortest(tokens * 15 / 16).await?;
             found.push((computed, ms));
             if found.len() > 1 && ms > PROMPT_MAX.as_secs_f64() * 1e3 {
@@ -176,7 +180,8 @@ impl Probe {
         if found.len() < 2 { Err(RatesError::NoUsage) } else { Ok(found) }
     }
 
-    /// Returns the computed tokens, and the shortest time to the first token in milliseconds, of several prompts of about this many tokens.
+    /// Measures several prompts of about this many tokens. Returns the number of computed tokens, and the shortest time to the first token in
+    /// milliseconds.
     async fn shortest(&mut self, tokens: u64) -> Result<(u64, f64), RatesError> {
         let mut best: Option<(u64, Duration)> = None;
         for _ in 0..REPEATS {
@@ -191,7 +196,8 @@ impl Probe {
         Ok((computed, shortest.as_secs_f64() * 1e3))
     }
 
-    /// Returns the answers of each worker and the time from token to token, of larger and larger batches, and the number of workers.
+    /// Measures batches of increasing size. Returns, for each, the number of answers per worker and the time between two tokens in
+    /// milliseconds. Also returns the number of workers.
     async fn batches(&mut self, batch_max: usize) -> Result<(Vec<(f64, f64)>, usize), RatesError> {
         let (mut found, mut workers_max) = (Vec::new(), 1);
         let mut batch = 1;
@@ -208,8 +214,8 @@ impl Probe {
     }
 }
 
-/// Returns the time from token to token while all answers ran: the median of all gaps, divided among the tokens if a server sends several at
-/// once.
+/// Returns the time between two tokens while all answers were generated: the median of all gaps, multiplied by the number of gaps per token,
+/// because a server may send several tokens at once.
 fn token_ms(answers: &[MeasuredAnswer]) -> Option<f64> {
     let gaps = answers.iter().flat_map(|answer| &answer.gaps).flat_map(|gap| iter::repeat_n(gap.length, gap.count as usize));
     let mut gaps: Vec<Duration> = gaps.collect();
@@ -219,8 +225,8 @@ fn token_ms(answers: &[MeasuredAnswer]) -> Option<f64> {
     (tokens > 0).then(|| median.as_secs_f64() * 1e3 * gaps.len() as f64 / tokens as f64)
 }
 
-/// Returns the two factors, neither of which is negative, with which the products of the first two numbers come nearest to the third, relative
-/// to the fourth: the measured time, which is above 0.
+/// Fits two factors, neither of which is negative, by least squares. Each point has two numbers x, a value y, and a measured time above 0.
+/// The error of a point is the difference between `first * x[0] + second * x[1]` and y, divided by the measured time.
 fn fit(points: impl Iterator<Item = ([f64; 2], f64, f64)>) -> (f64, f64) {
     let (mut a, mut b) = ([[0.0; 2]; 2], [0.0; 2]);
     for (x, y, measured) in points {
@@ -245,21 +251,21 @@ mod tests {
     use crate::report::Gap;
 
     #[test]
-    fn factors_are_found_and_never_negative() {
+    fn fitted_factors_match_the_points_and_are_never_negative() {
         let near = |(found, other): (f64, f64), expected: (f64, f64)| {
             assert!((found - expected.0).abs() < 1e-9 && (other - expected.1).abs() < 1e-9, "{found} {other}");
         };
         let line = |step: f64, each: f64| [1.0, 4.0, 16.0].map(|batch| ([1.0, batch], step + each * batch, 1.0));
         near(fit(line(6.0, 0.1).into_iter()), (6.0, 0.1));
         near(fit(line(6.0, 0.0).into_iter()), (6.0, 0.0));
-        // A line that would begin below zero begins at zero, and one that falls is level.
+        // The fitted line never begins below zero and never falls.
         assert_eq!(fit([([1.0, 1.0], 1.0, 1.0), ([1.0, 2.0], 3.0, 3.0)].into_iter()).0, 0.0);
         assert_eq!(fit([([1.0, 1.0], 3.0, 3.0), ([1.0, 2.0], 1.0, 1.0)].into_iter()).1, 0.0);
     }
 
     #[test]
-    fn rates_are_those_of_the_device_whose_times_were_measured() {
-        // The network and the API take 3 ms of every prompt.
+    fn rates_computed_from_measured_times_equal_the_rates_of_the_device() {
+        // The network and the API add 3 ms to the time of every prompt.
         let prompt = |tokens: u64| (tokens, 3.0 + 6.1 + 4.0 * tokens.div_ceil(512) as f64 + tokens as f64 / 20.0);
         let batch = |answers: f64| (answers, 6.0 + 0.1 * answers);
         let prompts = [59, 119, 239, 479, 959, 1_919].map(prompt).to_vec();
@@ -270,9 +276,9 @@ mod tests {
         }
     }
 
-    /// A device on which short prompts take one step of the same time, so that only long prompts show the rate.
+    /// On this device all short prompts take one step of the same duration, so only long prompts show the rate.
     #[test]
-    fn short_prompts_that_take_no_measurable_time_do_not_decide_the_rate() {
+    fn short_prompts_of_equal_duration_do_not_distort_the_rate() {
         let of = |short_ms: f64| {
             let prompts = vec![(59, short_ms), (1_919, 9.0 + 96.0), (3_839, 9.0 + 192.0), (7_679, 9.0 + 384.0)];
             MeasuredRates::of(prompts, vec![(1.0, 6.0), (2.0, 6.0)], 9.0, 8_192, 1).prefill_tokens_per_second
@@ -285,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn time_of_a_token_is_the_median_and_shared_by_tokens_that_arrive_together() {
+    fn token_time_is_the_median_gap_divided_by_the_tokens_that_arrive_together() {
         let ms = Duration::from_millis;
         let answer = |tokens, gaps: &[(u64, u32)]| MeasuredAnswer {
             output_tokens: tokens,

@@ -27,35 +27,36 @@ use std::{
 use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
 use tokio_util::sync::CancellationToken;
 
-/// The number of requests that are prepared before they are due. Each may have a megabyte of text.
+/// The number of requests that are prepared before they are due. A prepared request may have a megabyte of text.
 const PREPARED: usize = 32;
-/// The number of outcomes that wait to be counted. Requests wait while there are more.
+/// The maximum number of outcomes that wait to be counted. If there are more, the requests' tasks wait.
 const OUTCOMES: usize = 1_024;
 
-/// How a trace is replayed.
+/// The settings of a replay.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The server's address, with or without `/v1`.
     pub url: String,
-    /// The certificates in PEM format that may sign the server's one, besides those of the public authorities.
+    /// Certificates of authorities in PEM format, which are trusted in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The model that is requested; `None`: the first one that the server lists.
     pub model: Option<String>,
     /// Headers of every request, such as an API key.
     pub headers: HeaderMap,
-    /// When requests are sent.
+    /// The rule for the times at which requests are sent.
     pub pace: Pace,
     /// The time after which no request is sent; those in flight are completed.
     pub duration: Option<Duration>,
-    /// The maximum number of requests in flight in an open loop. With more, requests are sent late, which the report shows.
+    /// The maximum number of requests in flight in an open loop. While this many are in flight, due requests wait; the report shows how late
+    /// they were sent.
     pub in_flight_max: usize,
-    /// Time limit for a complete answer.
+    /// The time limit for a complete answer.
     pub timeout: Duration,
-    /// How the prompts of traces without text are made.
+    /// The form of the prompts that are generated for traces without text.
     pub prompts: PromptKind,
-    /// A `tokenizer.json`, or a folder with one; `None`: the server counts tokens.
+    /// The path of a `tokenizer.json`, or of a folder that contains one; `None`: the server counts tokens.
     pub tokenizer: Option<PathBuf>,
-    /// The tokens of each block of a trace without text.
+    /// The number of tokens in each block of a trace without text.
     pub block_tokens: u64,
     /// The maximum length of an answer, in tokens.
     pub max_tokens: Option<u64>,
@@ -63,16 +64,16 @@ pub struct Settings {
     pub ignore_eos: bool,
     /// Fields that are added to every request's body.
     pub extra_body: Map<String, Value>,
-    /// The seed of made-up prompts and of random times.
+    /// The seed of generated prompts and of random times.
     pub seed: u64,
-    /// The response's header that names the worker; `None` if there is none.
+    /// The response header that names the worker; `None` if the server has no such header.
     pub worker_header: Option<HeaderName>,
-    /// The service levels for the goodput.
+    /// The service levels that a request must meet to count towards the goodput.
     pub slo: Slo,
 }
 
 impl Settings {
-    /// Returns the settings with which `tandem bench replay` replays a trace with times.
+    /// Returns the default settings of `tandem bench replay`, which sends requests at the times of the trace.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -96,17 +97,17 @@ impl Settings {
     }
 }
 
-/// When requests are sent.
+/// The rule for the times at which requests are sent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pace {
-    /// Requests are sent at their times in the trace, which runs `speed` times as fast.
+    /// Requests are sent at the times of the trace, divided by `speed`.
     Trace {
         /// The speed, as a multiple of the recorded one.
         speed: f64,
     },
     /// Requests are sent at random times.
     Rate {
-        /// The mean number of rows a second.
+        /// The mean number of rows that are sent per second.
         per_second: f64,
     },
     /// A request or conversation is sent when another one has ended.
@@ -127,13 +128,13 @@ pub struct ReplayProgress {
     pub failed: u64,
 }
 
-/// Why a trace cannot be replayed.
+/// The reason why a trace cannot be replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The trace cannot be read.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// The trace has no times.
+    /// The rows of the trace have no times.
     #[error("the trace has no times (`timestamp`); set --concurrency or --rate")]
     Untimed,
     /// The address is wrong.
@@ -145,10 +146,10 @@ pub enum LoadError {
     /// The local tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] LocalTokenizerError),
-    /// The server does not count tokens, or counts them in a way for which no prompts can be made.
+    /// The server cannot count tokens, or no prompts of an exact length can be made for its tokenizer.
     #[error(transparent)]
     ServerPrompts(#[from] WordsError<TokenizeError>),
-    /// No prompts can be made for the local tokenizer.
+    /// No prompts of an exact length can be made for the local tokenizer.
     #[error(transparent)]
     LocalPrompts(#[from] WordsError<LocalTokenizerError>),
     /// The run was stopped before its first request.
@@ -156,11 +157,11 @@ pub enum LoadError {
     Stopped,
 }
 
-/// Replays a trace. Failures of requests are counted and do not end the run. When `stop` is cancelled, requests in
-/// flight are aborted, and the report has the results so far. `progress` is called after each request.
+/// Replays a trace. Failures of requests are counted and do not end the run. When `stop` is cancelled, requests in flight are aborted, and
+/// the report has the results so far. `progress` is called after each request.
 ///
 /// # Errors
-/// The server cannot be measured, or the trace cannot be read.
+/// Fails if the server cannot be measured, or if the trace cannot be read.
 pub async fn replay(
     trace: &Trace,
     settings: Settings,
@@ -216,7 +217,7 @@ pub async fn replay(
     Ok(recorder.report(format!("replay of {name}"), facts(trace, &settings, &model, skipped)))
 }
 
-/// Plans the requests of the rows on a thread of its own, as far as they are received.
+/// Reads the trace and plans its requests on a separate thread, which waits while the channel is full.
 fn read(trace: Trace, mut planner: Planner, planned: mpsc::Sender<Planned>) -> JoinHandle<Result<(), TraceError>> {
     tokio::task::spawn_blocking(move || {
         trace.read(&mut |row| match planned.blocking_send(planner.plan(row)) {

@@ -1,4 +1,4 @@
-//! The bodies of requests.
+//! Makes the bodies of requests.
 
 use crate::{
     prompt::{MadePrompt, PromptKind},
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 #[derive(Clone, Debug)]
 pub(crate) struct BodyFields {
     pub(crate) model: String,
-    /// The maximum length of an answer, in tokens; `None`: that of the trace.
+    /// The maximum length of an answer in tokens; `None`: the length that the trace specifies.
     pub(crate) max_tokens: Option<u64>,
     pub(crate) ignore_eos: bool,
     /// Fields that are added to every body.
@@ -23,7 +23,7 @@ pub(crate) struct BodyFields {
 pub(crate) struct PreparedRequest {
     pub(crate) path: &'static str,
     pub(crate) body: Bytes,
-    /// The limit on the tokens of the answer; `None`: the server's.
+    /// The limit on the answer's length in tokens; `None`: the server's own limit.
     pub(crate) max_tokens: Option<u64>,
 }
 
@@ -31,7 +31,7 @@ const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 
 impl BodyFields {
-    /// Returns a request for the continuation of a prompt, which is the only message of a chat if the kind is a chat.
+    /// Returns a request for the continuation of a prompt. If the kind is `Chat`, the prompt is the only message of a chat.
     pub(crate) fn completion(&self, prompt: &MadePrompt, output_length: u64, kind: PromptKind) -> PreparedRequest {
         let max_tokens = self.capped(Some(output_length));
         let (path, field, prompt) = if kind == PromptKind::Chat {
@@ -45,7 +45,7 @@ impl BodyFields {
     /// Returns a chat request that was recorded.
     pub(crate) fn chat(&self, chat: ChatRow) -> PreparedRequest {
         let ChatRow { mut body } = chat;
-        // Clients use `max_completion_tokens` or the older `max_tokens`. The recorded name is kept.
+        // Clients limit an answer with `max_completion_tokens` or with the older `max_tokens`. The request keeps the name that was recorded.
         let newer = body.remove("max_completion_tokens");
         let field = if newer.is_some() { "max_completion_tokens" } else { "max_tokens" };
         let recorded = newer.or_else(|| body.remove("max_tokens")).and_then(|tokens| tokens.as_u64());
@@ -53,7 +53,7 @@ impl BodyFields {
         self.request(CHAT, body, field, max_tokens)
     }
 
-    /// Returns a request for the next answer of a conversation.
+    /// Returns the request for the next answer in a conversation.
     pub(crate) fn next(&self, messages: &[Value], tools: Option<&Value>, answer_tokens: Option<u64>) -> PreparedRequest {
         let mut body = Map::from_iter([("messages".to_owned(), json!(messages))]);
         body.extend(tools.map(|tools| ("tools".to_owned(), tools.clone())));

@@ -22,21 +22,21 @@ use tokio_util::sync::CancellationToken;
 pub(crate) struct RequestRunner {
     pub(crate) http: Http,
     pub(crate) bodies: BodyFields,
-    /// What is read from every answer besides its times.
+    /// The parts of an answer that are read in addition to its times.
     pub(crate) wanted: WantedParts,
-    /// Time limit for a complete answer.
+    /// The time limit for a complete answer.
     pub(crate) timeout: Duration,
     pub(crate) start: Instant,
-    /// Ends the run; requests in flight are aborted.
+    /// When this token is cancelled, the run ends and requests in flight are aborted.
     pub(crate) stop: CancellationToken,
     pub(crate) outcomes: mpsc::Sender<RequestOutcome>,
-    /// The requests of conversations that were not sent, because an earlier one failed.
+    /// The number of requests that were not sent because an earlier request of their conversation failed.
     pub(crate) skipped: AtomicU64,
 }
 
 impl RequestRunner {
-    /// Sends a request, or a whole conversation, and reports the outcomes. `due` is the time at which it should be sent, from the beginning
-    /// of the run; `None`: now.
+    /// Sends a request or all requests of a conversation, and reports each outcome. `due` is the time at which it should be sent, from the
+    /// beginning of the run; `None`: now.
     pub(crate) async fn run(&self, work: PlannedWork, due: Option<Duration>) {
         match work {
             PlannedWork::Request { request, expected } => drop(self.send(request, due, expected, &self.wanted).await),
@@ -86,14 +86,14 @@ impl RequestRunner {
             Err(failure) => (Err(failure), None),
         };
         let outcome = RequestOutcome { due: due.unwrap_or(sent), sent, ended, expected, result };
-        // Only a run that has ended receives no outcomes.
+        // Sending fails only after the run has ended, when no task receives outcomes.
         let _ = self.outcomes.send(outcome).await;
         text
     }
 }
 
 impl Failure {
-    /// Returns the failure of a request that received no response, with all reasons.
+    /// Returns the failure of a request that received no response. The message contains the whole chain of causes.
     pub(crate) fn of(error: &HttpError) -> Self {
         let (mut message, mut reason) = (error.to_string(), error.source());
         while let Some(error) = reason {

@@ -1,4 +1,4 @@
-//! Reads a streamed answer of the OpenAI API, and takes the time of its tokens.
+//! Reads a streamed answer of the OpenAI API, and records the times at which its tokens arrive.
 
 use crate::{
     http::message,
@@ -11,26 +11,26 @@ use std::{pin::pin, sync::Arc, time::Duration};
 use tandem_client::{HttpError, events, whole};
 use tokio::time::Instant;
 
-/// Limit on the bytes of the text of one answer, and of the body of a refusal.
+/// The maximum number of bytes in the text of one answer, and in the body of a refusal.
 const ANSWER_MAX: usize = 64 << 20;
 
-/// What is read from an answer besides its times.
+/// The parts of an answer that are read in addition to its times.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WantedParts {
-    /// The header that names the worker; `None` if the server has no such header.
+    /// The response header that names the worker; `None` if the server has no such header.
     pub(crate) worker_header: Option<hyper::header::HeaderName>,
     /// Whether the text is needed, because the next request of the conversation repeats it.
     pub(crate) text: bool,
 }
 
-/// An answer, and its text if it is wanted.
+/// A complete answer, with its text if the text is wanted.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Received {
     pub(crate) answer: MeasuredAnswer,
     pub(crate) text: String,
 }
 
-/// One event. Servers add other fields.
+/// One event of the stream. Unknown fields are ignored.
 #[derive(Deserialize)]
 struct StreamEvent {
     #[serde(default)]
@@ -87,7 +87,7 @@ struct StreamPromptDetails {
     cached_tokens: Option<u64>,
 }
 
-/// Tandem's extension of an answer.
+/// The details that Tandem adds to an answer.
 #[derive(Deserialize)]
 struct TandemDetails {
     #[serde(default)]
@@ -99,8 +99,8 @@ struct TandemDetails {
 }
 
 impl StreamChoice {
-    /// Whether the choice brings a token. The first event of a chat only has the role, and the last one of some servers only the reason why
-    /// the answer ended; the text of other tokens may be empty.
+    /// Returns whether the choice contains a token. The first event of a chat contains only the role. The last event of some servers contains
+    /// only the reason why the answer ended. The text of any other token may be empty.
     fn has_token(&self) -> bool {
         let filled = |text: &Option<String>| text.as_ref().is_some_and(|text| !text.is_empty());
         let (text, role) = match &self.delta {
@@ -193,7 +193,7 @@ async fn read_events(
     Ok(Received { answer, text })
 }
 
-/// Adds what the server reported about the answer. `with_tokens` is the number of events that have tokens.
+/// Adds the counts that the server reported to the answer. `with_tokens` is the number of events that contain tokens.
 fn add_counts(answer: &mut MeasuredAnswer, usage: Option<StreamedUsage>, details: Option<TandemDetails>, with_tokens: u64) {
     let cached = usage.as_ref().and_then(|usage| usage.prompt_tokens_details.as_ref()?.cached_tokens);
     let source = details.as_ref().and_then(|details| details.cached_tokens_source.as_deref());
@@ -204,7 +204,7 @@ fn add_counts(answer: &mut MeasuredAnswer, usage: Option<StreamedUsage>, details
         (Some(tokens), None) => CachedCount::Unmarked(tokens),
     };
     answer.prompt_tokens = usage.as_ref().and_then(|usage| usage.prompt_tokens);
-    // If a server reports no usage, each event that has tokens is assumed to have one.
+    // If the server reports no usage, each event that contains tokens is assumed to contain one.
     answer.output_tokens = usage.and_then(|usage| usage.completion_tokens).unwrap_or(with_tokens);
     if let Some(details) = details {
         let decode = details.decode_worker.map(Arc::from);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn tandems_details_mark_the_cached_tokens_and_name_the_workers() {
+    async fn tandem_details_give_the_source_of_the_cached_count_and_name_the_workers() {
         for (source, prefill, expected) in [
             ("worker", "\"p\"", CachedCount::Counted(4)),
             ("router_estimate", "null", CachedCount::Estimated(4)),

@@ -1,4 +1,4 @@
-//! The server that is measured: what it serves, and how it counts tokens.
+//! The server that is measured: which models it serves, and how it counts tokens.
 
 use crate::{
     http::{AnswerError, Http},
@@ -7,17 +7,17 @@ use crate::{
 use hyper::StatusCode;
 use serde_json::json;
 
-/// With this header, Tandem's answers say how the cached tokens are known and name the workers.
+/// The header with which Tandem adds details to its answers: the source of the number of cached tokens, and the names of the workers.
 const DETAILS: (&str, &str) = ("x-tandem-details", "true");
 
-/// A server, and the model that is requested.
+/// A server, and the model that its requests name.
 #[derive(Clone, Debug)]
 pub(crate) struct BenchTarget {
     pub(crate) http: Http,
     pub(crate) model: String,
 }
 
-/// Why a server cannot be measured.
+/// The reason why a server cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The list of models cannot be read.
@@ -28,15 +28,15 @@ pub enum TargetError {
     NoModel,
 }
 
-/// Why a server does not count the tokens of a text.
+/// The reason why a server cannot count the tokens of a text.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizeError {
-    /// The server has no such path, or refuses the request.
+    /// The server has no path `/tokenize`, or it refuses the request.
     #[error(
         "the server does not answer at /tokenize; name the model's tokenizer.json with --tokenizer, or send token ids with --prompt ids"
     )]
     Http(#[source] AnswerError),
-    /// The answer has no count.
+    /// The server's answer contains no token count.
     #[error(
         "the server's answer at /tokenize has neither `count` nor `tokens`; name the model's tokenizer.json with --tokenizer"
     )]
@@ -44,7 +44,7 @@ pub enum TokenizeError {
 }
 
 impl BenchTarget {
-    /// Finds out which model to request, and whether answers can have details.
+    /// Finds out which model to request, and whether the server can add details to its answers.
     pub(crate) async fn find(http: Http, model: Option<String>) -> Result<Self, TargetError> {
         let models = http.get_json("/v1/models").await;
         let first = models.as_ref().ok().and_then(|models| models.pointer("/data/0").cloned()).unwrap_or_default();
@@ -55,7 +55,7 @@ impl BenchTarget {
         };
         let mut target = Self { http, model };
         if first["owned_by"] == "tandem" {
-            // The server refuses all requests with this header if it does not trust this client.
+            // A Tandem server that does not trust this client refuses all requests with this header.
             let detailed = Self { http: target.http.clone().with_header(DETAILS.0, DETAILS.1), ..target.clone() };
             match detailed.count("a").await {
                 Err(TokenizeError::Http(AnswerError::Status { status: StatusCode::FORBIDDEN, .. })) => {}
@@ -69,7 +69,8 @@ impl BenchTarget {
 impl CountTokens for BenchTarget {
     type Error = TokenizeError;
 
-    /// Sends the fields of vLLM's `/tokenize`, which several servers accept, and the field of llama.cpp's.
+    /// Counts tokens with the server's `/tokenize`. The request has the fields of vLLM's API, which several servers accept, and the field of
+    /// llama.cpp's API.
     async fn count(&self, text: &str) -> Result<u64, TokenizeError> {
         let body = json!({ "model": self.model, "prompt": text, "content": text, "add_special": true });
         let answer = self.http.post_json("/tokenize", &body).await.map_err(TokenizeError::Http)?;

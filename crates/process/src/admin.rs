@@ -17,14 +17,14 @@ use std::{convert::Infallible, future::Future, sync::Arc, time::Duration};
 use tandem_proto::channel::Listener;
 use tokio_util::sync::CancellationToken;
 
-/// A client that reads nothing of its response for this long is disconnected.
+/// The time limit of a client that does not read its response. After this time without reading, the client is disconnected.
 const UNREAD_MAX: Duration = Duration::from_secs(30);
 
 /// Serves until the process drains. Each `/ready` request calls `ready`, which returns an error with the reason if the process cannot serve
 /// now. Requests whose `Host` header is not accepted by `hosts` are refused with 421.
 ///
 /// # Errors
-/// None; the type is that of the process's other services.
+/// This function never fails. It has the same return type as the process's other services.
 pub async fn run<R>(
     listener: impl Into<Listener>,
     hosts: Hosts,

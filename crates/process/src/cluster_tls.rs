@@ -1,13 +1,13 @@
-//! The files of a process's certificate, which are read again when they change.
+//! The files of a process's cluster certificate. They are read again when they change.
 
 use crate::{Metrics, retry::error_chain, watched_file::WatchedFile};
 use std::{convert::Infallible, io, path::PathBuf};
 use tandem_proto::channel::{ClusterTls, ClusterTlsError, PeerRole, TlsPem};
 
-/// The maximum size of a file. Chains of certificates have some kilobytes.
+/// The maximum size of a file in bytes. A certificate chain has a few kilobytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// The paths of the files in PEM format: the chain of certificates of the process, its private key, and the certificates of the authority.
+/// The paths of the PEM files: the process's certificate chain, its private key, and the certificates of the cluster's authority.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the type documents its fields")]
 pub struct ClusterTlsPaths {
@@ -26,7 +26,7 @@ pub enum ClusterTlsFilesError {
     Unusable { certificate: PathBuf, source: Box<ClusterTlsError> },
 }
 
-/// The opened files of a certificate.
+/// The opened files of a process's cluster certificate.
 #[derive(Debug)]
 pub struct ClusterTlsFiles {
     paths: ClusterTlsPaths,
@@ -35,11 +35,8 @@ pub struct ClusterTlsFiles {
 }
 
 impl ClusterTlsFiles {
-    /// Reads the files. Returns their certificate, which must be that of a process with this role and, unless the cluster is `None`, of this
+    /// Reads the files and returns the certificate. It must name a process with this role and, if `cluster` is set, a process of this
     /// cluster.
-    ///
-    /// # Errors
-    /// A file cannot be read, or the certificate cannot be used.
     pub fn open(
         paths: ClusterTlsPaths,
         role: PeerRole,

@@ -30,7 +30,7 @@ impl<K: Clone + Eq + Hash> Counts<K> {
         }
     }
 
-    /// Reverts an earlier [`Counts::add`].
+    /// Undoes an earlier [`Counts::add`] with the same arguments.
     pub fn remove(&mut self, key: Option<&K>, count: usize) {
         self.all -= count;
         if let Some(key) = key

@@ -31,21 +31,22 @@ use tokio::sync::{
 
 /// Maximum size of a message: below the limit of NATS (1 MiB by default), and small enough not to delay other workers' messages.
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
-/// Interval of pings. A connection is closed after three pings without an answer.
+/// The time between two pings. A connection is closed after three pings without an answer.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// The shortest delay between attempts to connect; `PAUSE_MAX` is the longest. A restarted NATS is found within two seconds.
+/// The shortest delay between attempts to connect; `PAUSE_MAX` is the longest. With these delays, a process connects to a restarted NATS
+/// server within two seconds.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The number of failed attempts to connect after which the delay is `PAUSE_MAX`.
 const ATTEMPTS_MAX: usize = 10;
 
-/// Interval at which the state of the connection is checked, because notifications of changes may be lost.
+/// The time after which the state of the connection is checked again, because notifications of changes may be lost.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Settings of the connection to NATS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NatsSettings {
-    /// `host:port` or URLs of the NATS servers. One server that can be reached suffices.
+    /// `host:port` or URLs of the NATS servers. It is sufficient if one of them can be reached.
     pub servers: Vec<String>,
     /// The means by which the process authenticates itself.
     pub auth: NatsAuth,
@@ -68,14 +69,15 @@ pub enum NatsAuth {
     /// The process has a user name and a password.
     User(String, Secret),
     Token(Secret),
-    /// The process has the content of a credentials file, as written by `nsc`.
+    /// The process has the content of a credentials file that `nsc` has written.
     Credentials(Secret),
     /// The process has the seed of an nkey.
     Nkey(Secret),
 }
 
 impl NatsAuth {
-    /// Returns the answer to the nonce of a server, with the secrets that their files have now.
+    /// Returns the process's answer to the nonce of a NATS server. It is made with the current secrets, which are read from their files if
+    /// they are in files.
     fn answer(&self, nonce: &[u8]) -> Result<Auth, NatsError> {
         let mut answer = Auth::new();
         let mut sign = |seed: &str| -> Result<String, NatsError> {

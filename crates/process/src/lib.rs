@@ -1,5 +1,5 @@
-//! The modules that every Tandem process uses: metrics, logs, traces, HTTP listeners, the admin endpoint, discovery, KV events over NATS, files of lines, files
-//! that are polled, and shutdown.
+//! The modules that every Tandem process uses: metrics, logs, traces, HTTP listeners, the admin endpoint, discovery, KV events over NATS,
+//! files of lines, files that are polled, and shutdown.
 
 pub mod admin;
 pub mod cluster_tls;

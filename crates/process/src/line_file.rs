@@ -28,10 +28,10 @@ pub const LINES_MAX: usize = 16_384;
 /// The maximum number of lines that are written at once, to save system calls.
 const BATCH_MAX: usize = 64;
 
-/// The permissions of a new file: its owner may read and write it.
+/// The permissions of a new file: only its owner may read and write it.
 const OWNER_ONLY: u32 = 0o600;
 
-/// A file to which lines are appended. Cheap to clone.
+/// A file to which lines are appended. It is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LineFile(Arc<FileWriter>);
 
@@ -48,22 +48,22 @@ struct QueuedLine {
 }
 
 impl LineFile {
-    /// Opens a file, and appends to it. `name` says in logs what the file is, such as `ledger`. A new file can be read only by its owner,
+    /// Opens a file, and appends to it. `name` is the name of the file in logs, such as `ledger`. A new file can be read only by its owner,
     /// because it records the requests of each client. An existing file keeps its permissions; a warning is logged if other users may access
     /// it. If the last line is incomplete because the process that wrote it was killed, a line break is added first.
     ///
     /// # Errors
-    /// The file cannot be opened, or another process has opened it for appending.
+    /// Fails if the file cannot be opened, or if another process has opened it for appending.
     pub fn open(path: &Path, name: &'static str) -> io::Result<Self> {
         Self::write_to(opened(path, name)?, name)
     }
 
-    /// Opens a file as [`LineFile::open`] does. When the file is full, it is renamed to `FILE.1`, `FILE.1` to `FILE.2` and so on, and `FILE.7` is
-    /// deleted. The eight files have at most `bytes_max` bytes together, unless an earlier process has left longer
-    /// ones. Only a regular file is rotated.
+    /// Opens a file as [`LineFile::open`] does. When the file is full, it is renamed to `FILE.1`, `FILE.1` to `FILE.2` and so on, and
+    /// `FILE.7` is deleted. The eight files together have at most `bytes_max` bytes, unless an earlier process has left longer files. Only a
+    /// regular file is rotated.
     ///
     /// # Errors
-    /// The errors are those of [`LineFile::open`].
+    /// Fails for the same reasons as [`LineFile::open`].
     pub fn open_rotated(path: &Path, name: &'static str, bytes_max: u64) -> io::Result<Self> {
         if path.exists() && !path.metadata()?.is_file() {
             return Self::open(path, name);
@@ -74,7 +74,7 @@ impl LineFile {
     /// Starts a thread that appends the lines to `to`. `name` is used as in [`LineFile::open`].
     ///
     /// # Errors
-    /// The system cannot start a thread.
+    /// Fails if the system cannot start a thread.
     pub fn write_to(to: impl Write + Send + 'static, name: &'static str) -> io::Result<Self> {
         let (lines, queued) = sync_channel(LINES_MAX);
         let thread = std::thread::Builder::new().name(format!("tandem-{name}")).spawn(move || write(&queued, to, name))?;
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn line_that_is_only_written_in_part_is_counted_as_one_lost_line() {
+    fn partly_written_line_is_counted_as_one_lost_line() {
         let metrics = Metrics::default();
         let (lines, queued) = sync_channel(LINES_MAX);
         let disk = Disk(Arc::new(Mutex::new((Vec::new(), 6))));

@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_proto::channel::OnRefused;
 use tokio::time::Instant;
 
-/// The limit of lines of one kind: by default 20 within 10 seconds.
+/// A limit on the log lines of one kind: by default, 20 lines within 10 seconds.
 #[derive(Debug)]
 pub struct LogLimit {
     lines_max: u32,
@@ -16,7 +16,7 @@ pub struct LogLimit {
 
 #[derive(Debug, Default)]
 struct LineCounts {
-    /// When the current period began; `None`: no line was ever written.
+    /// The beginning of the current period; `None` if no line was written yet.
     since: Option<Instant>,
     lines: u32,
     left_out: u64,
@@ -34,7 +34,8 @@ impl LogLimit {
         Self { lines_max, period, counts: Mutex::default() }
     }
 
-    /// Returns the number of lines that were left out since the last one, if another line may be written now; `None`: leave this one out, too.
+    /// If another line may be written now, returns the number of lines that were omitted since the last written line. Otherwise returns
+    /// `None`: the caller must omit this line, too.
     pub fn admit(&self) -> Option<u64> {
         let (mut counts, now) = (self.counts.lock(), Instant::now());
         if counts.since.is_none_or(|since| now - since >= self.period) {
@@ -49,8 +50,9 @@ impl LogLimit {
     }
 }
 
-/// Returns a function that counts a gRPC call or connection which was refused because it lacks the key or a certificate of the cluster. Once a minute
-/// it also writes a line to the log: the process that was refused may belong to this cluster.
+/// Returns a function that counts the gRPC calls and connections which were refused because they lack the key or a certificate of the
+/// cluster. At most once a minute it also writes a line to the log, because the refused process may be one of this cluster with wrong
+/// settings.
 pub fn on_refused(refused: Counter) -> OnRefused {
     let limit = LogLimit::new(1, Duration::from_secs(60));
     Arc::new(move || {

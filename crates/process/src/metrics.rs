@@ -21,12 +21,13 @@ struct Registry {
     parts: Mutex<BTreeMap<String, Weak<Registry>>>,
 }
 
-/// A label's name and value. Values come from closed sets, so they are never request ids or paths.
+/// A label's name and value. Values come from fixed sets, so that the number of series stays bounded; they are never request ids or paths.
 pub type LabelPair<'a> = (&'static str, &'a str);
 
 const METADATA: Metadata<'static> = Metadata::new("tandem", Level::INFO, None);
 
-/// Interval of upkeep. During this interval the histograms of a busy frontend record some ten thousand values, which occupy a hundred kilobytes.
+/// The time between two calls of upkeep. In this time the histograms of a busy frontend record some ten thousand values, which take about a
+/// hundred kilobytes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Histogram buckets, by the unit at the end of the metric's name.
@@ -67,8 +68,8 @@ impl Metrics {
         self.0.recorder.register_histogram(&key(name, labels), &METADATA)
     }
 
-    /// Returns a registry for one owner, such as a worker. Its series are rendered with those of this registry until the last clone of the
-    /// owner's registry is dropped. Until then, calls with the same owner return the same one.
+    /// Returns a registry for one owner, such as a worker. The owner's series are rendered with those of this registry until the last clone
+    /// of the owner's registry is dropped. Until then, calls with the same owner return the same registry.
     pub fn part(&self, owner: &str) -> Self {
         let mut parts = self.0.parts.lock();
         if let Some(part) = parts.get(owner).and_then(Weak::upgrade) {
@@ -90,8 +91,8 @@ impl Metrics {
         join(&pages)
     }
 
-    /// Periodically sorts the recorded values of histograms into their buckets, until the future is dropped. Until a value is sorted it is
-    /// kept individually, so without upkeep the memory would grow as long as no scrape occurs.
+    /// Periodically sorts the recorded values of histograms into their buckets, until the future is dropped. Until a value is sorted, it
+    /// takes memory of its own, so without upkeep the memory would grow until the next scrape.
     ///
     /// Also counts the process's [lost log lines](crate::telemetry::lost).
     pub async fn upkeep(self) {

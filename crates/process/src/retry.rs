@@ -1,4 +1,4 @@
-//! Retries without a limit: exponential backoff with jitter, and each error logged only once.
+//! Retries without a limit on their number: exponential backoff with jitter. Each error is logged only once.
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use std::{error::Error, time::Duration};

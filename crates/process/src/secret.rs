@@ -28,7 +28,7 @@ impl Secret {
     /// Returns the secret in the file at `path`, without its line ending.
     ///
     /// # Errors
-    /// The file cannot be read, is empty or too long, or is not UTF-8.
+    /// Fails if the file cannot be read, is empty or too long, or is not UTF-8.
     pub fn in_file(path: PathBuf) -> io::Result<Self> {
         Ok(Self { file: Some(path.as_path().into()), ..read(&path)?.into() })
     }
@@ -46,11 +46,11 @@ impl Secret {
         self.file.as_deref()
     }
 
-    /// Returns the secret itself, which must not be logged. The file of the secret is read again, so call this for each new connection. A file that
-    /// cannot be read or is empty leaves the last secret in use, with a warning.
+    /// Returns the secret itself, which must not be logged. If the secret is in a file, the file is read again, so call this for each new
+    /// connection. If the file cannot be read or is empty, a warning is logged and the last secret is returned.
     pub fn expose(&self) -> String {
         let mut last = self.last.lock();
-        // A pipe, such as that of a shell's `<(command)`, holds its secret only once.
+        // A pipe, such as that of a shell's `<(command)`, can be read only once.
         if let Some(path) = self.file().filter(|path| !path.exists() || path.is_file()) {
             match read(path) {
                 Ok(secret) => *last = Last { secret, problem: None },
@@ -70,7 +70,7 @@ impl Secret {
 /// Returns the content of a file that holds one secret.
 ///
 /// # Errors
-/// The file cannot be read, or is too long.
+/// Fails if the file cannot be read, or is too long.
 pub fn read_secret_file(path: &Path) -> io::Result<Vec<u8>> {
     match fs::metadata(path)?.len() {
         ..=LEN_MAX => fs::read(path),
@@ -94,7 +94,7 @@ impl From<String> for Secret {
 
 impl PartialEq for Secret {
     fn eq(&self, other: &Self) -> bool {
-        // The two mutexes are not locked at the same time, because they may be the same one, and the second lock would be a deadlock.
+        // The two mutexes are not locked at the same time, because they may be the same mutex, which a thread cannot lock twice.
         let secret = self.last.lock().secret.clone();
         secret == other.last.lock().secret
     }
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn replaced_file_gives_the_new_secret_and_a_file_that_cannot_be_read_keeps_the_last_one() {
+    fn replaced_secret_file_gives_the_new_secret_and_an_unreadable_file_keeps_the_last_secret() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("secret");
         let write = |content: &[u8]| fs::write(&path, content).expect("the folder is writable");

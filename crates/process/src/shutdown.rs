@@ -1,11 +1,12 @@
-//! Shutdown of a process, which announces that it will drain, drains, and stops; the tasks that it waits for; and supervision of endless tasks.
+//! The shutdown of a process: it announces the drain, drains, and stops. This module also tracks the tasks that the shutdown waits for, and
+//! restarts endless tasks that panic.
 
 use crate::Backoff;
 use futures::FutureExt;
 use std::{convert::Infallible, future::Future, panic::AssertUnwindSafe, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Announces that the process drains and that it stops, and waits for its tasks. It is cheap to clone.
+/// The shutdown of a process. It announces to tasks that the process drains or stops, and waits for them. It is cheap to clone.
 #[derive(Clone, Default)]
 pub struct Shutdown {
     announced: CancellationToken,
@@ -59,7 +60,7 @@ impl Shutdown {
         self.announced.cancel();
     }
 
-    /// Whether the process drains, or has announced that it will.
+    /// Returns whether the process drains or has announced that it will drain.
     pub fn is_announced(&self) -> bool {
         self.announced.is_cancelled() || self.is_draining()
     }
@@ -69,7 +70,7 @@ impl Shutdown {
         self.draining.cancelled().await;
     }
 
-    /// Whether the process drains, so that it must accept no new work.
+    /// Returns whether the process drains. A draining process must accept no new work.
     pub fn is_draining(&self) -> bool {
         self.draining.is_cancelled()
     }
@@ -99,7 +100,7 @@ impl Shutdown {
     }
 }
 
-/// The pauses before a task that panicked starts again.
+/// The limits of the backoff between the panic of a task and its restart.
 const RESTART_PAUSES: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
 
 /// Runs a task that has no end. If it panics, the log names it, and `start` starts it again after a pause. Cancel-safe: dropping the future
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn child_shutdown_ends_alone_or_with_its_process() {
+    async fn child_shutdown_drains_and_stops_alone_or_with_its_process() {
         let process = Shutdown::default();
         let (first, second) = (process.child(), process.child());
         first.spawn(std::future::pending());
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn supervised_task_that_panics_runs_again() {
+    async fn supervised_task_is_restarted_after_a_panic() {
         let mut starts = 0;
         let (works, working) = tokio::sync::oneshot::channel();
         let mut works = Some(works);

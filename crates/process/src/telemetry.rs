@@ -16,7 +16,7 @@ const NATS: &str = "async_nats";
 
 /// Maximum number of log lines that wait to be written.
 const LINES_MAX: usize = 8_192;
-/// The maximum time for which a process that ends waits until its last lines are written.
+/// The maximum time that an ending process waits for its last lines to be written.
 const FLUSH_MAX: Duration = Duration::from_secs(1);
 
 /// The format of a log.
@@ -30,8 +30,8 @@ pub enum LogFormat {
     Json,
 }
 
-/// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`. Lines are written by a thread of their
-/// own, so that no reader of the log can hold up the process. Dropping the returned value waits until the last lines are written.
+/// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`. A separate thread writes the
+/// lines, so that a slow reader of the log cannot block the process. Dropping the returned value waits until the last lines are written.
 ///
 /// # Errors
 /// Fails if the filter cannot be parsed, or if the system cannot start the thread.
@@ -58,7 +58,7 @@ enum LogLine {
     Flush(SyncSender<()>),
 }
 
-/// The running log. Dropping this value waits until the last lines are written, but not for long.
+/// The running log. Dropping this value waits until the last lines are written, but at most one second.
 #[must_use = "lines may be lost at the end of the process"]
 pub struct Logging(SyncSender<LogLine>);
 
@@ -75,14 +75,14 @@ impl Drop for Logging {
 fn write(lines: &Receiver<LogLine>) {
     for line in lines {
         match line {
-            // Drops what cannot be written. `eprintln!` would panic.
+            // The text is dropped if it cannot be written. `eprintln!` would panic in this case.
             LogLine::Text(text) => count_lost(stderr().write_all(&text)),
             LogLine::Flush(done) => drop(done.send(())),
         }
     }
 }
 
-/// Writes text for the operator to stdout or stderr. If the reader has closed the pipe or the disk is full, the text is dropped and
+/// Writes a text for the operator to stdout or stderr. If the reader has closed the pipe or the disk is full, the text is dropped and
 /// [counted](lost), because serving must not depend on it.
 pub fn tell(mut to: impl Write, text: &str) {
     count_lost(to.write_all(text.as_bytes()).and_then(|()| to.flush()));
@@ -116,7 +116,7 @@ impl Write for Lines {
     }
 }
 
-/// Why logging cannot start.
+/// The reason why logging cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum LoggingError {
     /// The log filter cannot be parsed.

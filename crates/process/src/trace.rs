@@ -54,8 +54,8 @@ attribute_from! {
 pub struct TraceSettings {
     /// The collector's gRPC endpoint: `http://host:4317`, or `https://`.
     pub endpoint: String,
-    /// The share of requests that are sampled, from 0 to 1. If the client sends a trace, its request is sampled if and only if that trace
-    /// is sampled.
+    /// The share of requests that are sampled, from 0 to 1. If the client sends a trace context, its request is sampled if and only if that
+    /// trace is sampled.
     pub sample_ratio: f64,
     /// The name of the service in traces, such as `tandem-frontend`.
     pub service: &'static str,
@@ -63,7 +63,7 @@ pub struct TraceSettings {
     pub instance: String,
 }
 
-/// Starts spans. It is cheap to clone. The default tracer starts none.
+/// Starts spans. It is cheap to clone. The default tracer starts no spans.
 #[derive(Clone, Debug, Default)]
 pub struct Tracer(Option<Arc<SpanSource>>);
 
@@ -153,7 +153,7 @@ impl Span {
         Some((context.trace_id().to_string(), context.span_id().to_string()))
     }
 
-    /// Whether the request is sampled, so that the span is exported. The methods of a span that is not exported cost nothing.
+    /// Returns whether the request is sampled, so that the span is exported. The methods of a span that is not exported cost nothing.
     pub fn is_sampled(&self) -> bool {
         self.0.is_some()
     }
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn trace_is_sampled_as_the_client_decided_or_by_the_ratio() {
+    async fn client_decides_whether_its_trace_is_sampled_and_otherwise_the_ratio_decides() {
         let (never, always) = (tracer(0.0), tracer(1.0));
         assert!(!never.request("", "r").is_sampled() && always.request("", "r").is_sampled());
         assert!(never.request(SAMPLED, "r").is_sampled() && !always.request(UNSAMPLED, "r").is_sampled());

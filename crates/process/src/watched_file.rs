@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// Interval between polls. A change is reported within two polls, and a poll costs almost nothing.
+/// The time between two polls. A change is reported within two polls, and a poll costs almost nothing.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A file that is polled.
@@ -27,7 +27,7 @@ impl WatchedFile {
     /// Reads the file for the first time, and returns its text. A file larger than `bytes_max` bytes is an error.
     ///
     /// # Errors
-    /// The file cannot be read.
+    /// Fails if the file cannot be read.
     pub fn open(path: PathBuf, bytes_max: u64) -> io::Result<(String, Self)> {
         let text = read(&path, bytes_max)?;
         let (polled, reported) = (Ok(text.clone()), Ok(text.clone()));
@@ -37,7 +37,7 @@ impl WatchedFile {
     /// Resolves when the file's text has changed, and returns it. Cancel-safe.
     ///
     /// # Errors
-    /// The file cannot be read. Each error is returned once, until the file can be read again or another error occurs.
+    /// Fails if the file cannot be read. An error is returned again only after the file could be read, or after another error.
     pub async fn changed(&mut self) -> io::Result<String> {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;

@@ -1,5 +1,5 @@
-//! Simulates clusters under many loads with the rules of this router and of others, and prints their figures: times in milliseconds, hits in percent,
-//! medians over seeds of the tie-break. docs/routing.md shows a run.
+//! Simulates clusters under many loads, with the routing rules of this router and of other routers, and prints the figures of each: times in
+//! milliseconds, and cache hits in percent. Each figure is the median over several seeds of the tie-break. docs/routing.md shows a run.
 //!
 //! ```sh
 //! TANDEM_TRACE=conversation_trace.jsonl cargo bench -p tandem-simulator --bench worlds -- [PARTS OF NAMES]
@@ -29,7 +29,7 @@ struct World {
     requests: Vec<SimulatedRequest>,
 }
 
-/// A rule and, for this router's own rule, where it may prefill.
+/// A routing rule and, for this router's own rule, the workers on which it may prefill.
 type Rule = (&'static str, RoutingRule, PrefillPlace);
 
 const RULES: [Rule; 6] = [
@@ -68,8 +68,8 @@ fn lossy(size: Size) -> SimulatedCluster {
     SimulatedCluster { faults: Faults { random, ..Faults::default() }, ..cluster(size) }
 }
 
-/// Returns sessions of agents: 40 turns each, whose prompts grow by the answer and the result of a tool, for which the agent waits some seconds.
-/// All sessions share a long system prompt.
+/// Returns sessions of agents with 40 requests each. Each prompt repeats the previous one with the answer to it and the result of a tool, for
+/// which the agent waits some seconds. All sessions share a long system prompt.
 fn agents(sessions: u64, per_second: f64) -> Vec<SimulatedRequest> {
     let mut random = Lcg(7);
     let (mut requests, mut began, mut next) = (Vec::new(), 0.0, 1_000_u64);
@@ -127,7 +127,7 @@ fn long_and_short(count: usize, per_second: f64) -> Vec<SimulatedRequest> {
     (0..count).map(|number| one(number, &mut random)).collect()
 }
 
-/// Returns the first `count` recorded conversations; without a recording, made-up ones.
+/// Returns the first `count` recorded conversations; if there is no recording, made-up conversations.
 fn conversations(count: usize, faster: f64, answers: u64) -> Vec<SimulatedRequest> {
     recorded(count as u64, faster, answers).unwrap_or_else(|| traffic::conversations(count, faster, answers as f64, 1))
 }
@@ -168,7 +168,8 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Returns mean and 99th percentile of the time to the first token and of the time between tokens, the mean time to the last token, and the hits.
+/// Returns the columns of the table: the mean and 99th percentile of the TTFT, the mean and 99th percentile of the ITL, the mean time to the
+/// last token, and the cache hits.
 fn columns(figures: &Figures) -> [f64; 6] {
     let &Figures { ttft_mean_s, ttft_p99_s, itl_mean_ms, itl_p99_ms, end_mean_s, hit_rate, .. } = figures;
     [ttft_mean_s * 1e3, ttft_p99_s * 1e3, itl_mean_ms, itl_p99_ms, end_mean_s * 1e3, hit_rate * 1e2]

@@ -1,4 +1,4 @@
-//! The simulated cluster.
+//! The description of a cluster to simulate.
 
 use crate::{Faults, RoutingRule};
 use std::{fmt, time::Duration};
@@ -9,49 +9,50 @@ use tandem_router::{Costs, PrefillPlace, WorkerRole};
 pub struct SimulatedCluster {
     /// The rule that chooses workers.
     pub policy: RoutingRule,
-    /// The workers. At least one of them is a decode worker.
+    /// The workers, of which at least one is a decode worker.
     pub workers: Vec<SimulatedWorker>,
-    /// The device of each worker.
+    /// The model of the device that each worker has.
     pub device: SimulatedDevice,
-    /// Tokens per block.
+    /// The number of tokens in a block.
     pub block_tokens: u64,
-    /// Where [`RoutingRule::Tandem`] may prefill. Other policies use prefill workers if there are any.
+    /// The workers on which [`RoutingRule::Tandem`] may prefill. The other rules use prefill workers if there are any.
     pub prefill: PrefillPlace,
     /// The parameters of [`RoutingRule::Tandem`].
     pub costs: Costs,
-    /// The number of requests in flight, each of which is sent when another has ended; `None`: each arrives at its own time.
+    /// The number of requests in flight: each further request is sent when another one has ended. If it is `None`, each request arrives at
+    /// its own time.
     pub concurrency: Option<usize>,
-    /// The workers that are lost.
+    /// The losses of workers during the simulation.
     pub faults: Faults,
-    /// The seed with which ties are broken and random workers are chosen.
+    /// The seed of the random numbers with which ties between workers are broken, and with which random workers are chosen.
     pub seed: u64,
 }
 
 /// A worker of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SimulatedWorker {
-    /// The role. A decode worker also prefills the prompts that are placed on it alone.
+    /// The worker's role. A decode worker also prefills the prompts for which no prefill worker is chosen.
     pub role: WorkerRole,
-    /// The factor by which the worker is slower than its [`SimulatedDevice`].
+    /// The factor by which the worker's steps take longer than those of its [`SimulatedDevice`].
     pub slower: f64,
 }
 
 /// A model of a device and its engine. The defaults are those of `--engine sim`: one large GPU with an 8B model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SimulatedDevice {
-    /// The prompt tokens computed in a second, in addition to the fixed time of a step.
+    /// The number of prompt tokens that are computed per second, not counting the fixed time of a step.
     pub prefill_tokens_per_second: f64,
     /// The fixed time of a step that computes prompt tokens.
     pub prefill_step: Duration,
     /// The fixed time of a step in which sequences generate.
     pub decode_step: Duration,
-    /// The time that each generating sequence adds to the step.
+    /// The time that each generating sequence adds to a step.
     pub decode_sequence: Duration,
-    /// The size of a token's KV.
+    /// The size of one token's KV in bytes.
     pub kv_bytes_per_token: f64,
-    /// The bandwidth of transfers between workers.
+    /// The bandwidth of transfers between workers, in bytes per second.
     pub transfer_bytes_per_second: f64,
-    /// The KV memory. Default 524,288 tokens: 64 GiB with the default size of a token's KV.
+    /// The size of the KV memory in tokens. The default is 524,288 tokens: 64 GiB with the default size of a token's KV.
     pub capacity_tokens: u64,
     /// The maximum number of prompt tokens in a step.
     pub step_tokens: u64,
@@ -75,12 +76,12 @@ impl Default for SimulatedDevice {
     }
 }
 
-/// How many workers of each kind a cluster has.
+/// The numbers of workers in a cluster, by kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
-    /// Workers that prefill and generate.
+    /// This many mixed workers, which prefill and generate.
     Mixed(usize),
-    /// Prefill workers, and decode workers that receive the KV from them.
+    /// Prefill workers, and decode workers that receive KV from them.
     Split {
         /// The number of prefill workers.
         prefill: usize,
@@ -133,7 +134,7 @@ impl SimulatedCluster {
         }
     }
 
-    /// Returns the cluster with `size` equal workers, and without the losses of particular workers.
+    /// Returns this cluster with `size` equal workers. Losses of individual workers are removed.
     pub fn with_size(&self, size: Size) -> Self {
         let faults = Faults { losses: Vec::new(), ..self.faults.clone() };
         Self { workers: size.list(), faults, ..self.clone() }
@@ -147,7 +148,7 @@ impl SimulatedCluster {
         self.workers.iter().any(|worker| worker.role == WorkerRole::Prefill)
     }
 
-    /// Returns the workers' names in reports, by number.
+    /// Returns the names of the workers in reports, in the order of their numbers.
     pub fn worker_names(&self) -> impl Iterator<Item = String> {
         let (split, mut prefill, mut decode) = (self.has_prefill_workers(), 0, 0);
         self.workers.iter().map(move |worker| {

@@ -1,14 +1,15 @@
-//! The faults of a simulation's workers.
+//! Faults in a simulation: the losses of workers.
 
 use std::time::Duration;
 use tandem_kv::mix;
 
-/// Workers that are lost. Their connections break at once, as those of a killed process do. A worker that returns has an empty cache.
+/// The losses of workers. A lost worker's connections break at once, as those of a killed process do. A worker that returns has an empty
+/// cache.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Faults {
-    /// The losses at given times.
+    /// Losses at given times.
     pub losses: Vec<Loss>,
-    /// Losses of random workers at random times, determined by the cluster's seed.
+    /// Losses of random workers at random times, which the cluster's seed determines.
     pub random: Option<RandomLosses>,
 }
 
@@ -17,23 +18,23 @@ pub struct Faults {
 pub struct Loss {
     /// The worker's number in the cluster. The loss of a worker that is already lost is ignored.
     pub worker: usize,
-    /// The time of the loss, counted from the beginning.
+    /// The time of the loss, counted from the beginning of the simulation.
     pub at: Duration,
-    /// How long the worker is absent; `None`: it does not return.
+    /// The time after which the worker returns; `None` if it does not return.
     pub lasts: Option<Duration>,
 }
 
 /// Losses of random workers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RandomLosses {
-    /// The mean time from one loss to the next. Times are distributed exponentially.
+    /// The mean time between two losses. The times are distributed exponentially.
     pub every: Duration,
-    /// How long a worker is absent.
+    /// The time after which a lost worker returns.
     pub lasts: Duration,
 }
 
 impl Faults {
-    /// Whether there are no losses.
+    /// Returns whether there are no losses.
     pub fn is_empty(&self) -> bool {
         self.losses.is_empty() && self.random.is_none()
     }
@@ -57,12 +58,12 @@ impl Draws {
 
     /// Returns the time until the next loss.
     pub(crate) fn pause(&mut self) -> Duration {
-        // A number above 0, up to 1.
+        // The number is above 0 and at most 1.
         let uniform = ((self.next() >> 11) + 1) as f64 / (1_u64 << 53) as f64;
         Duration::try_from_secs_f64(self.losses.every.as_secs_f64() * -uniform.ln()).unwrap_or(Duration::MAX)
     }
 
-    /// Returns a number below `bound`, which is not 0.
+    /// Returns a pseudo-random number below `bound`, which must not be 0.
     pub(crate) fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound as u64) as usize
     }

@@ -1,4 +1,4 @@
-//! What requests take on an idle worker. No cluster is faster.
+//! Computes the times of requests on an idle worker. In no cluster is a request faster.
 
 use crate::{Replay, SimulateError, SimulatedDevice, SimulatedRequest, Size, request::Arrived, trace::check};
 use std::{collections::HashSet, ops::ControlFlow, sync::Arc, time::Duration};
@@ -8,21 +8,22 @@ use tandem_load::{
     trace::Load,
 };
 
-/// The maximum number of blocks that are remembered. All blocks count as known after that.
+/// The maximum number of blocks that are remembered. Once there are this many, every further block counts as cached.
 const BLOCKS_MAX: usize = 1 << 23;
 
-/// The requests that miss service levels on an idle worker whose cache holds all earlier prompts, and so on a cluster of any size.
+/// The numbers of requests that miss service levels even if each runs alone on a worker whose cache holds all earlier prompts. So these
+/// requests miss the levels on a cluster of any size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IdleMisses {
-    /// All requests.
+    /// The number of all requests.
     pub requests: u64,
-    /// The requests that miss any level.
+    /// The number of requests that miss at least one level.
     pub any: u64,
-    /// The requests that miss the level for the time to first token.
+    /// The number of requests that miss the level for the time to first token.
     pub ttft: u64,
-    /// The requests that miss the level for the mean time between tokens.
+    /// The number of requests that miss the level for the mean time between tokens.
     pub itl: u64,
-    /// The requests that miss the level for the time to the end of the answer.
+    /// The number of requests that miss the level for the time to the end of the answer.
     pub e2e: u64,
 }
 
@@ -30,7 +31,7 @@ impl IdleMisses {
     /// Counts the requests of the trace that miss the service levels on an idle worker.
     ///
     /// # Errors
-    /// The trace cannot be read or simulated.
+    /// Fails if the trace cannot be read or simulated.
     pub(crate) fn of(replay: &Replay<'_>) -> Result<Self, SimulateError> {
         let Replay { trace, slo, .. } = *replay;
         let (block_tokens, device) = (trace.settings().block_tokens, &replay.cluster.device);
@@ -52,7 +53,7 @@ impl IdleMisses {
     }
 }
 
-/// Returns how many leading blocks of the prompt earlier prompts had, and remembers its blocks.
+/// Returns how many leading blocks of the prompt occurred in earlier prompts. Adds the prompt's blocks to `known`.
 fn cached_blocks(request: &Arrived, known: &mut HashSet<SequenceHash>, block_tokens: u64) -> u64 {
     let reusable = request.reusable_blocks(block_tokens);
     if known.len() >= BLOCKS_MAX {
@@ -63,7 +64,7 @@ fn cached_blocks(request: &Arrived, known: &mut HashSet<SequenceHash>, block_tok
     cached as u64
 }
 
-/// Returns the outcome of a request that is alone on a worker with these cached tokens, as the simulation would.
+/// Returns the outcome that the simulation gives to a request that is alone on a worker with this many cached tokens.
 fn alone(request: &Arrived, cached_tokens: u64, device: &SimulatedDevice) -> RequestOutcome {
     let step = |time: Duration| Duration::from_micros((time.as_micros() as u64).max(1));
     // The prompt's last token is computed in the first step of the answer.

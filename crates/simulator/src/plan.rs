@@ -1,4 +1,4 @@
-//! The smallest cluster that meets service levels.
+//! Searches for the smallest cluster that meets service levels.
 
 use crate::{IdleMisses, Replay, SimulateError, Size, simulation::lacks_prefill_workers, trace::replay_until};
 use tandem_load::{
@@ -12,39 +12,40 @@ const SPLITS: usize = 7;
 /// The settings of a search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PlanSettings {
-    /// The share of the requests that must meet the service levels, up to 1.
+    /// The fraction of the requests that must meet the service levels, from 0 to 1.
     pub share: f64,
     /// The maximum number of workers in a cluster.
     pub workers_max: usize,
 }
 
-/// A simulated cluster.
+/// A cluster that was simulated.
 #[derive(Clone, Debug)]
 pub struct Trial {
-    /// The numbers of its workers.
+    /// The numbers of workers in the cluster.
     pub size: Size,
-    /// The report of its simulation.
+    /// The report of the simulation.
     pub report: Report,
 }
 
 /// The result of a search.
 #[derive(Clone, Debug, Default)]
 pub struct ClusterPlan {
-    /// The requests that miss the service levels on any cluster.
+    /// The numbers of requests that miss the service levels on any cluster.
     pub idle: IdleMisses,
-    /// The smallest cluster of mixed workers; `None` if none is large enough.
+    /// The smallest cluster of mixed workers that meets the levels; `None` if no cluster of at most `workers_max` workers does.
     pub mixed: Option<Trial>,
-    /// The smallest cluster of prefill workers and decode workers; `None` if none is large enough.
+    /// The smallest cluster of prefill and decode workers that meets the levels; `None` if no cluster of at most `workers_max` workers does.
     pub split: Option<Trial>,
-    /// All clusters that were simulated, in this order. There is none if too many requests miss the service levels on any cluster.
+    /// All clusters that were simulated, in the order of their simulation. The list is empty if too many requests miss the service levels on
+    /// any cluster.
     pub tried: Vec<TriedCluster>,
-    /// Of the clusters that do not meet the service levels, the best one of mixed workers and the best one of prefill and decode workers, each
-    /// if at least half of the requests meet the levels there.
+    /// The clusters that come nearest to the service levels without meeting them: at most one of mixed workers and one of prefill and decode
+    /// workers. At least half of the requests meet the levels on each.
     pub nearest: Vec<Trial>,
 }
 
 impl ClusterPlan {
-    /// Returns the cluster with fewer workers, or that of mixed workers if the numbers are equal.
+    /// Returns the cluster with fewer workers; if both have equally many, the cluster of mixed workers.
     pub fn smallest(&self) -> Option<&Trial> {
         self.mixed.iter().chain(&self.split).min_by_key(|trial| trial.size.workers())
     }
@@ -58,13 +59,13 @@ struct Search<'a> {
     progress: &'a mut dyn FnMut(Size, ReplayProgress),
 }
 
-/// Searches the smallest cluster of mixed workers, and the smallest cluster of prefill and decode workers, that meet the service levels of
-/// `replay` on its trace. A larger cluster is assumed to meet them as well, so the size is found by doubling and then by bisection. For each
-/// size, at most seven splits into prefill and decode workers are tried. The workers of `replay` are ignored. `progress` is called after each
-/// request. Nothing is simulated if too many requests miss the levels even on an idle worker.
+/// Searches for the smallest cluster of mixed workers, and the smallest cluster of prefill and decode workers, that meet the service levels
+/// of `replay` on its trace. If a cluster meets them, every larger one is assumed to meet them as well, so the size is found by doubling and
+/// then by bisection. For each size, at most seven splits into prefill and decode workers are tried. The workers of `replay` are ignored.
+/// `progress` is called after each request. Nothing is simulated if too many requests miss the levels even on an idle worker.
 ///
 /// # Errors
-/// The trace cannot be read or simulated.
+/// Fails if the trace cannot be read or simulated.
 pub fn plan(
     replay: &Replay<'_>,
     settings: &PlanSettings,
@@ -98,7 +99,7 @@ impl Search<'_> {
     fn first_good(&mut self, sizes: &[Size]) -> Result<Option<Trial>, SimulateError> {
         for &size in sizes {
             let replay = Replay { cluster: self.replay.cluster.with_size(size), ..self.replay.clone() };
-            // A cluster with which more than half of the requests miss the levels is not simulated to its end.
+            // If more than half of the requests miss the levels, the simulation of the cluster is aborted.
             let misses_max = self.misses_max.max(replay.trace.requests / 2);
             let report = replay_until(&replay, misses_max, &mut |state| (self.progress)(size, state))?;
             let share = report.as_ref().map(share_of_good);
@@ -116,7 +117,7 @@ impl Search<'_> {
         Ok(None)
     }
 
-    /// Keeps the cluster if none of its kind is nearer to the service levels.
+    /// Keeps the cluster if it is nearer to the service levels than the kept cluster of its kind.
     fn remember(&mut self, trial: Trial) {
         let kind = |trial: &Trial| matches!(trial.size, Size::Split { .. });
         match self.nearest.iter_mut().find(|other| kind(other) == kind(&trial)) {
@@ -127,12 +128,13 @@ impl Search<'_> {
     }
 }
 
-/// Returns the share of the requests that met the service levels.
+/// Returns the fraction of the requests that met the service levels.
 fn share_of_good(report: &Report) -> f64 {
     report.goodput.as_ref().map_or(1.0, |goodput| goodput.share)
 }
 
-/// Returns the ways in which this number of workers is split, those with nearly this share of prefill workers first.
+/// Returns the splits of this number of workers into prefill and decode workers that are to be tried. Those whose fraction of prefill workers
+/// is nearest to `share` come first.
 fn splits(workers: usize, share: f64) -> Vec<Size> {
     let count = (workers - 1).min(SPLITS);
     let mut prefill: Vec<usize> = (1..=count).map(|part| (part * workers).div_ceil(count + 1).min(workers - 1)).collect();
@@ -144,8 +146,8 @@ fn splits(workers: usize, share: f64) -> Vec<Size> {
     prefill.into_iter().map(|prefill| Size::Split { prefill, decode: workers - prefill }).collect()
 }
 
-/// Returns the result of `good` for the smallest number from `least` to `most` for which it is not `None`. If it is not `None` for a number, it
-/// is assumed not to be `None` for all larger ones.
+/// Returns the result of `good` for the smallest number from `least` to `most` for which `good` returns a value. If it returns a value for a
+/// number, it is assumed to return one for all larger numbers.
 fn smallest<T, E>(least: usize, most: usize, good: &mut dyn FnMut(usize) -> Result<Option<T>, E>) -> Result<Option<T>, E> {
     let (mut bad, mut next) = (least - 1, least);
     let (mut best, mut found) = loop {
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_are_different_and_use_all_workers() {
+    fn splits_are_distinct_and_use_all_workers() {
         for workers in 2..60 {
             let splits = splits(workers, 0.25);
             let parts: BTreeSet<_> = splits
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_like_the_last_good_one_come_first() {
+    fn splits_similar_to_the_last_good_one_are_tried_first() {
         assert_eq!(splits(16, 0.2)[0], Size::Split { prefill: 4, decode: 12 });
         assert_eq!(splits(2, 0.9), [Size::Split { prefill: 1, decode: 1 }]);
     }

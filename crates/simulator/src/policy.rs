@@ -1,4 +1,4 @@
-//! The rules by which this router and others choose workers. The rules of the others are re-implemented from their documentation, and get
+//! The rules by which this router and others choose workers. The rules of other routers are implemented from their documentation, and receive
 //! the same input as this router's own rule.
 
 use clap::ValueEnum;
@@ -26,20 +26,20 @@ pub enum RoutingRule {
     Sglang,
 }
 
-/// The properties of a request that a rule can use.
+/// The properties of a request that a routing rule can use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Query {
     pub(crate) prompt_tokens: u64,
     pub(crate) block_tokens: u64,
-    /// Whether the cached prefix is ignored. The rules of other routers ignore it when they choose the decode worker of a pair.
+    /// Whether only the load counts and the cached prefix is ignored. Other routers do so when they choose the decode worker of a pair.
     pub(crate) by_load: bool,
-    /// The number of the request.
+    /// The number of the request, on which the rotation and random choices depend.
     pub(crate) number: u64,
     pub(crate) seed: u64,
 }
 
-/// SGLang's thresholds. The cluster is imbalanced if the highest load exceeds the lowest by more than the first number and is more than the
-/// second number times the lowest.
+/// SGLang's thresholds. A cluster is imbalanced if its highest load exceeds its lowest load by more than the first number, and also exceeds
+/// the lowest load times the second number.
 const IMBALANCE: (u32, f64) = (32, 1.000_1);
 
 impl Query {
@@ -51,12 +51,12 @@ impl Query {
         tokens as f64 / self.block_tokens as f64
     }
 
-    /// Returns a pseudo-random number for this request and the worker at a position.
+    /// Returns a pseudo-random number for this request and the worker at the position `at`.
     fn random(&self, at: usize) -> u64 {
         mix(mix(self.seed ^ self.number.wrapping_mul(0x9E37_79B9_7F4A_7C15)) ^ at as u64)
     }
 
-    /// Returns the position of the worker with the least value; of several such workers, a random one.
+    /// Returns the position of the worker for which `of` is lowest. If several workers are equal, chooses a random one of them.
     fn least(&self, workers: &[&Candidate], of: impl Fn(&Candidate) -> f64) -> Option<usize> {
         let ranked = workers.iter().enumerate().map(|(at, worker)| (of(worker), self.random(at), at));
         let least = ranked.min_by(|one, other| one.0.total_cmp(&other.0).then(one.1.cmp(&other.1)));
@@ -65,7 +65,7 @@ impl Query {
 }
 
 impl RoutingRule {
-    /// Returns the rule's name, as in the command line.
+    /// Returns the name of the rule on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tandem => "tandem",
@@ -78,7 +78,8 @@ impl RoutingRule {
         }
     }
 
-    /// Returns the position of the chosen worker; `None` without workers, and for [`RoutingRule::Tandem`], whose choice the real router makes.
+    /// Returns the position of the chosen worker. Returns `None` if there are no workers, and for [`RoutingRule::Tandem`], whose choice the
+    /// real router makes.
     pub(crate) fn choose(self, query: &Query, workers: &[&Candidate]) -> Option<usize> {
         match self {
             Self::Tandem => None,
@@ -155,13 +156,13 @@ mod tests {
         for (policy, by_load, expected) in [
             (RoutingRule::Tandem, false, None),
             (RoutingRule::FewestRequests, false, Some(2)),
-            // Worker 0: 20 + 10 - 8 + 20 = 42; 1: 10 - 4 = 6; 2: 10 + 90 = 100.
+            // The scores are 20 + 10 - 8 + 20 = 42 for worker 0, 10 - 4 = 6 for worker 1, and 10 + 90 = 100 for worker 2.
             (RoutingRule::Dynamo, false, Some(1)),
             (RoutingRule::Dynamo, true, Some(1)),
             // Worker 0 has cached more than half of the prompt, and the loads differ by less than 32.
             (RoutingRule::Sglang, false, Some(0)),
             (RoutingRule::Sglang, true, Some(2)),
-            // 0: 2.4 + 0 + 2 = 4.4; 1: 1.2 + 2 + 2 = 5.2; 2: 0 + 2 + 0.2.
+            // The scores are 2.4 + 0 + 2 = 4.4 for worker 0, 1.2 + 2 + 2 = 5.2 for worker 1, and 0 + 2 + 0.2 = 2.2 for worker 2.
             (RoutingRule::LlmD, false, Some(1)),
         ] {
             assert_eq!(choose(policy, &busy, 7, by_load), expected, "{policy:?}");
@@ -169,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn sglang_balances_when_loads_differ_too_much() {
+    fn sglang_rule_ignores_cached_prefixes_if_loads_differ_too_much() {
         let far = workers(2, |at, worker| {
             if at == 0 {
                 (worker.overlap_blocks, worker.sequences) = (10, 33);
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn rule_names_are_those_of_the_command_line() {
+    fn rule_names_equal_the_names_on_the_command_line() {
         for policy in RoutingRule::value_variants() {
             assert_eq!(policy.to_possible_value().expect("no variant is hidden").get_name(), policy.name());
         }

@@ -4,21 +4,21 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::{HashKey, Namespace, SequenceHash, TokenId, sequence_hashes};
 use tandem_load::trace::TraceBlocks;
 
-/// The tokens that stand for a block in the simulated caches: the two halves of its id.
+/// The number of tokens that represent a block in the simulated caches: the two halves of the block's id.
 pub(crate) const TOKENS_OF_ID: usize = 2;
 
 /// A request to simulate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SimulatedRequest {
-    /// The time at which the request arrives, counted from the beginning.
+    /// The time at which the request arrives, counted from the beginning of the simulation.
     pub at: Duration,
-    /// The prompt's tokens; at least 1.
+    /// The number of tokens in the prompt, at least 1.
     pub prompt_tokens: u32,
     /// The ids of the prompt's full blocks. Two prompts share the blocks before the first id that differs.
     pub blocks: Arc<[u64]>,
-    /// The tokens of the answer; at least 1.
+    /// The number of tokens in the answer, at least 1.
     pub answer_tokens: u64,
-    /// The limit that the request sets for its answer, which the router learns; 0: none.
+    /// The maximum length of the answer that the request sets, which the router sees; 0 if the request sets none.
     pub max_tokens: u32,
 }
 
@@ -32,13 +32,14 @@ pub(crate) struct Arrived {
     pub(crate) prompt_tokens: u64,
     pub(crate) answer_tokens: u64,
     pub(crate) max_tokens: u32,
-    /// The full blocks, each as [`TOKENS_OF_ID`] tokens.
+    /// The prompt's full blocks. [`TOKENS_OF_ID`] tokens represent each of them.
     pub(crate) tokens: Box<[TokenId]>,
     pub(crate) hashes: Arc<[SequenceHash]>,
 }
 
 impl SimulatedRequest {
-    /// Returns the request of a trace's row whose blocks have this many tokens. It sets no limit for its answer.
+    /// Makes a request from a row of a trace. Each block of the trace has `block_tokens` tokens. The request does not limit the length of its
+    /// answer.
     pub fn of(at: Duration, mut row: TraceBlocks, block_tokens: u64) -> Self {
         row.hash_ids.truncate((row.input_length / block_tokens) as usize);
         Self {
@@ -63,12 +64,12 @@ impl Arrived {
         Self { number, at, prompt_tokens, answer_tokens, max_tokens: request.max_tokens, tokens, hashes }
     }
 
-    /// Returns how many leading blocks the prompts have in common.
+    /// Returns how many leading blocks the prompts of the two requests have in common.
     pub(crate) fn common(&self, other: &Self) -> usize {
         self.hashes.iter().zip(&*other.hashes).take_while(|(one, other)| one == other).count()
     }
 
-    /// Returns how many leading blocks may be found in a cache: the last token is always computed.
+    /// Returns the maximum number of leading blocks that may be found in a cache. The last token of a prompt is always computed.
     pub(crate) fn reusable_blocks(&self, block_tokens: u64) -> u32 {
         ((self.prompt_tokens - 1) / block_tokens).min(self.hashes.len() as u64) as u32
     }

@@ -1,4 +1,4 @@
-//! The events of a simulation: requests arrive, steps end, KV is received, and workers are lost and return.
+//! Runs a simulation. Its events are: a request arrives, a step ends, KV is received, a worker is lost, and a worker returns.
 
 use crate::{
     RoutingRule, SimulatedCluster, SimulatedRequest,
@@ -14,29 +14,30 @@ use tandem_router::{
     VirtualWorker, WorkerRole,
 };
 
-/// The maximum number of placements of a request before its first token, and of workers on which one answer is continued: the defaults of routers
-/// and frontends.
+/// The maximum number of placements of a request before its first token, and the maximum number of times that one answer is continued on
+/// another worker. These are the defaults of routers and frontends.
 const ATTEMPTS_MAX: u32 = 3;
 const RESUMES_MAX: u32 = 8;
 
-/// The counts of a simulation besides the outcomes of requests.
+/// The counts of a simulation that the outcomes of its requests do not contain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// The requests that ended, answered or refused.
+    /// The number of requests that ended with an answer or a refusal.
     pub requests: u64,
     /// The number of preemptions: sequences that gave their blocks back and were computed again.
     pub preemptions: u64,
-    /// The workers that were lost.
+    /// The number of losses of workers.
     pub losses: u64,
-    /// The requests that were placed again before their first token, or before the first one after a loss.
+    /// The number of times that a request was placed again before it had received a token from its latest placement.
     pub retried: u64,
-    /// The answers that were continued on another worker after a token.
+    /// The number of times that an answer was continued on another worker after a token.
     pub resumed: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum SimulationEvent {
-    /// A step of a worker has ended. `losses` is how often the worker was lost before the step began, so that a step of a lost worker is ignored.
+    /// A step of a worker has ended. `losses` is the number of the worker's losses before the step began. If the worker was lost during the
+    /// step, the numbers differ and the event is ignored.
     Stepped {
         worker: usize,
         losses: u64,
@@ -46,7 +47,7 @@ enum SimulationEvent {
         to: usize,
         booking: VirtualBooking,
     },
-    /// The worker is lost for this time in microseconds, or forever.
+    /// The worker is lost for this number of microseconds; `None`: forever.
     Lost {
         worker: usize,
         lasts: Option<u64>,
@@ -61,7 +62,7 @@ struct Simulation<'a> {
     workers: Vec<SimulatedEngine>,
     names: Vec<Arc<str>>,
     events: BinaryHeap<Reverse<(u64, u64, SimulationEvent)>>,
-    /// The number of events scheduled so far, which orders events with equal times.
+    /// The number of events that were scheduled so far. It orders events that occur at the same time.
     scheduled: u64,
     arrived: u64,
     in_flight: usize,
@@ -74,9 +75,9 @@ fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Simulates the requests, which are in the order of their times, on the cluster. `each` is called for each outcome, in the order of
-/// their ends; it may abort the simulation. Its times are from the beginning, in virtual time. Memory is in proportion to the workers'
-/// caches and to the requests in flight.
+/// Simulates the requests on the cluster. The requests must be in the order of their times. `each` is called with each outcome, in the order
+/// in which requests end, and may abort the simulation. The times of an outcome are virtual and counted from the beginning. Memory is in
+/// proportion to the workers' caches and to the requests in flight.
 pub fn simulate(
     cluster: &SimulatedCluster,
     requests: impl IntoIterator<Item = SimulatedRequest>,
@@ -140,7 +141,7 @@ impl<'a> Simulation<'a> {
                 Some(max) => (self.in_flight < max).then_some(now),
             });
             if due.is_none() && self.in_flight == 0 {
-                // Only losses and returns of workers are left, so no request can end any more.
+                // The only events that are left are losses and returns of workers, so no further request can end.
                 break;
             }
             let next = self.events.peek().map(|Reverse((at, _, _))| *at);
@@ -184,7 +185,7 @@ impl<'a> Simulation<'a> {
     ) -> ControlFlow<()> {
         let mut arrived = Arrived::new(self.arrived, now, request);
         self.arrived += 1;
-        // An answer that does not fit is shorter, as on a real worker.
+        // An answer that does not fit into the KV memory is cut short, as on a real worker.
         let capacity_tokens = u64::from(self.cluster.capacity_blocks()) * self.cluster.block_tokens;
         let headroom = capacity_tokens.saturating_sub(arrived.prompt_tokens);
         if headroom == 0 {
@@ -304,7 +305,7 @@ impl<'a> Simulation<'a> {
         lost.into_iter().try_for_each(|sequence| self.place_again(now, sequence, each))
     }
 
-    /// Places a request again whose worker was lost. Its answer continues after the tokens that the client has received.
+    /// Places a request again after one of its workers was lost. Its answer continues after the tokens that the client has received.
     fn place_again(
         &mut self,
         now: u64,
@@ -449,7 +450,7 @@ fn failed(now: u64, request: &Arrived, class: FailureClass, message: &str) -> Re
     RequestOutcome { due, sent: due, ended: Duration::from_micros(now), expected: Expected::default(), result: Err(failure) }
 }
 
-/// Whether the router needs prefill workers that the cluster lacks.
+/// Returns whether the router needs prefill workers and the cluster has none.
 pub(crate) fn lacks_prefill_workers(cluster: &SimulatedCluster) -> bool {
     cluster.policy == RoutingRule::Tandem && cluster.prefill == PrefillPlace::Remote && !cluster.has_prefill_workers()
 }

@@ -1,4 +1,4 @@
-//! Simulations of the requests of a trace.
+//! Simulates the requests of a trace.
 
 use crate::{
     SimulatedCluster, SimulatedRequest,
@@ -12,58 +12,58 @@ use tandem_load::{
 };
 use tandem_router::WorkerRole;
 
-/// The number of rows of a trace that are read ahead.
+/// The maximum number of rows that are read from a trace ahead of the simulation.
 const PREPARED: usize = 256;
 
-/// The longest time of a step, of a transfer, and between the first and the last request.
+/// The maximum duration, in days, of a step, of a transfer, and of the whole trace.
 const DAYS_MAX: u64 = 10_000;
 
-/// The names of a report's facts about faults: the numbers of lost workers, of answers that were continued on another worker, and of prompts that
-/// were placed again before their first token.
+/// The names of the facts about faults in a report: the number of lost workers, the number of answers that were continued on another worker,
+/// and the number of prompts that were placed again before their first token.
 pub const FAULT_FACTS: [&str; 3] = ["lost workers", "resumed answers", "retried prompts"];
 
-/// The simulation of a trace.
+/// The settings with which a trace is simulated.
 #[derive(Clone, Debug)]
 pub struct Replay<'a> {
-    /// The trace. It names the blocks of its prompts.
+    /// The trace, whose rows must name the blocks of their prompts.
     pub trace: &'a Trace,
-    /// The cluster. The trace's block size is used instead of the cluster's `block_tokens`.
+    /// The cluster. Its `block_tokens` is ignored: the trace's block size is used.
     pub cluster: SimulatedCluster,
-    /// The factor by which requests arrive faster than recorded.
+    /// The factor by which requests arrive faster than they were recorded.
     pub speed: f64,
-    /// The service levels for the goodput.
+    /// The service levels that a request must meet to count towards the goodput.
     pub slo: Slo,
 }
 
-/// Why a trace cannot be simulated.
+/// The reason why a trace cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
     /// The trace cannot be read.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// The trace has text instead of blocks.
+    /// The rows of the trace have text instead of block ids.
     #[error(
         "the trace has no `hash_ids`, so the blocks that its prompts have in common are not known; simulate a Mooncake trace"
     )]
     NoBlocks,
-    /// The trace has no times.
+    /// The rows of the trace have no times.
     #[error("the trace has no times (`timestamp`); set --concurrency")]
     Untimed,
-    /// The KV memory is smaller than a block.
+    /// The KV memory of a worker is smaller than a block.
     #[error("the KV memory of {capacity_tokens} tokens is smaller than a block of {block_tokens}; give each worker more")]
     NoCapacity {
-        /// The KV memory of each worker.
+        /// The number of tokens that fit into a worker's KV memory.
         capacity_tokens: u64,
-        /// The tokens of a block.
+        /// The number of tokens in a block.
         block_tokens: u64,
     },
-    /// No worker generates.
+    /// The cluster has no decode worker.
     #[error("the cluster has no decode worker; give it one")]
     NoDecodeWorker,
     /// A step, a transfer or the whole trace would take too long for the clock.
     #[error("with these rates and this speed, a step, a transfer or the trace takes longer than {DAYS_MAX} days; raise them")]
     TooSlow,
-    /// Prompts must be prefilled on prefill workers, and there are none.
+    /// Prompts may be prefilled only on prefill workers, and the cluster has none.
     #[error("--prefill remote needs prefill workers; set --prefill-workers")]
     NoPrefillWorker,
 }
@@ -71,12 +71,13 @@ pub enum SimulateError {
 /// Simulates the trace on the cluster. `progress` is called after each request.
 ///
 /// # Errors
-/// The trace cannot be read, or the cluster cannot run it.
+/// Fails if the trace cannot be read, or if the cluster cannot run it.
 pub fn replay(replay: &Replay<'_>, progress: &mut dyn FnMut(ReplayProgress)) -> Result<Report, SimulateError> {
     Ok(replay_until(replay, u64::MAX, progress)?.expect("any number of requests may miss the service levels"))
 }
 
-/// Like [`replay`]. Aborts the simulation and returns `None` as soon as more than `misses_max` requests have missed the service levels.
+/// Simulates the trace as [`replay`] does, but aborts and returns `None` as soon as more than `misses_max` requests have missed the service
+/// levels.
 pub(crate) fn replay_until(
     replay: &Replay<'_>,
     misses_max: u64,

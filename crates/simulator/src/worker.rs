@@ -1,8 +1,10 @@
-//! A worker with a model of an engine. In each step, chunks of prompts and generating sequences share the device. Blocks are in use until
-//! the answer ends, prompts wait for blocks, and sequences are preempted. The prefix cache is the real implementation.
+//! A simulated worker, whose engine is a model. In each step, chunks of prompts and generating sequences share the device. A sequence holds
+//! its blocks until its answer ends, prompts wait for blocks, and sequences are preempted if no block is free. The prefix cache is the real
+//! implementation.
 //!
-//! The order of prompts is that of the engine for one account (docs/adr/021-fair-shares.md): a prompt is due when it would be done if all shared the
-//! device equally. The last token of a prompt is computed by the step that samples the first token of the answer.
+//! The order of prompts is that of the engine for one account (docs/adr/021-fair-shares.md): the due time of a prompt is the time at which it
+//! would be done if all prompts shared the device equally, and the prompt with the earliest due time is computed first. The last token of a
+//! prompt is computed by the step that samples the first token of the answer.
 
 mod budget;
 
@@ -18,7 +20,7 @@ use tandem_router::{VirtualPlacement, WorkerRole};
 /// A new prompt gets blocks only while the prompts that precede it need less than this many full steps, as in the engine.
 const LOOKAHEAD_STEPS: u64 = 4;
 
-/// Steps with this many prompt tokens, or more, are long enough to measure a rate, as in the engine.
+/// A step with at least this many prompt tokens is long enough to measure a rate, as in the engine.
 const LONG_STEP_TOKENS: u64 = 64;
 
 /// A sequence on a worker.
@@ -27,10 +29,10 @@ pub(crate) struct SimulatedSequence {
     pub(crate) placement: VirtualPlacement,
     /// The number of tokens that the sequence is expected to compute. Cached tokens are not counted.
     pub(crate) own: u64,
-    /// The blocks of the prompt that were cached when the sequence was first admitted. A sequence that is placed again keeps the number if it
-    /// has its first token.
+    /// The number of blocks of the prompt that were cached when the sequence was first admitted. A sequence that is placed again keeps this
+    /// number if it already has its first token.
     pub(crate) cached_blocks: Option<u32>,
-    /// The time at which the sequence was last admitted.
+    /// The virtual time at which the sequence was last admitted, in microseconds.
     pub(crate) admitted: u64,
     /// The number of prompt tokens that its latest step computed.
     pub(crate) step_tokens: u64,
@@ -40,23 +42,23 @@ pub(crate) struct SimulatedSequence {
     pub(crate) begun_with: Option<VirtualPlacement>,
     /// Whether the latest placement has led to a token.
     pub(crate) has_token: bool,
-    /// How often the sequence was placed since its latest token, this placement included.
+    /// The number of placements since the sequence's latest token, including the current placement.
     pub(crate) attempt: u32,
-    /// How often the answer was continued on another worker.
+    /// The number of times that the answer was continued on another worker.
     pub(crate) resumes: u32,
     blocks: Vec<BlockId>,
     computed: u64,
     committed: usize,
-    /// The tokens of the prompt and of the answer that were known when the sequence was placed.
+    /// The number of tokens of the prompt and of the answer that were known when the sequence was placed.
     prompt_tokens: u64,
-    /// Whether all of these `prompt_tokens` but the last are computed, so that steps sample tokens.
+    /// Whether all of these `prompt_tokens` except the last are computed, so that the next steps sample tokens.
     samples: bool,
-    /// Whether the KV is received from a prefill worker.
+    /// Whether the KV comes from a prefill worker.
     received: bool,
-    /// Whether the sequence has lost its blocks to others.
+    /// Whether the sequence was preempted on this worker.
     preempted: bool,
-    /// The place of the sequence in the order of prompts: when it is due, counted in prompt tokens that its worker has computed, then its number
-    /// on the worker.
+    /// The place of the sequence in the order of prompts: its due time, counted in prompt tokens that its worker has computed, and then its
+    /// number on the worker.
     due: (u64, u64),
 }
 
@@ -68,16 +70,17 @@ pub(crate) struct TokenTimes {
     last: u64,
 }
 
-/// The results of a step.
+/// The result of a step.
 #[derive(Default)]
 pub(crate) struct Stepped {
-    /// The placements that have led to a token, with the numbers of cached blocks, which are not known if an answer was continued.
+    /// The placements that have led to a first token, each with the number of cached blocks. This number is `None` if the sequence continues
+    /// an answer.
     pub(crate) first: Vec<(VirtualPlacement, Option<u32>)>,
-    /// The sequences that have ended on this worker. They still have their blocks.
+    /// The sequences that have ended on this worker. They still hold their blocks.
     pub(crate) ended: Vec<SimulatedSequence>,
 }
 
-/// A worker.
+/// The state of a worker's engine.
 pub(crate) struct SimulatedEngine {
     pub(crate) role: WorkerRole,
     pub(crate) cache: PrefixCache,
@@ -90,9 +93,9 @@ pub(crate) struct SimulatedEngine {
     pub(crate) expected: u32,
     pub(crate) generated_tokens: u64,
     pub(crate) has_sent: bool,
-    /// Whether the worker is not lost.
+    /// Whether the worker is running; false while it is lost.
     pub(crate) present: bool,
-    /// How often the worker was lost.
+    /// The number of times that the worker was lost.
     pub(crate) losses: u64,
     device: SimulatedDevice,
     slower: f64,
@@ -100,12 +103,12 @@ pub(crate) struct SimulatedEngine {
     /// The number of tokens that the current step computes for each sequence in `running`; `None` between steps.
     step: Option<Vec<u64>>,
     decode_step_ms: f64,
-    /// The prompt tokens that were computed here or received.
+    /// The number of prompt tokens that were computed here or whose KV was received.
     prefilled_tokens: u64,
-    /// The sequences that were added to the queue so far.
+    /// The number of sequences that were added to the queue so far.
     enqueued: u64,
     long_steps: u64,
-    /// The mean share of prompts in a full step, as engines report it.
+    /// The mean fraction of a full step's time that prompt tokens take, as engines report it.
     prompt_share: f64,
     namespace: Namespace,
 }
@@ -182,7 +185,7 @@ impl SimulatedSequence {
         self.target() - self.computed.min(self.target())
     }
 
-    /// Whether the next step only samples a token.
+    /// Returns whether the next step only samples a token of this sequence.
     fn is_decoding(&self) -> bool {
         self.samples && self.remaining() == 1
     }
@@ -230,7 +233,7 @@ impl SimulatedEngine {
         self.cache.overlap(&self.namespace, &prompt.tokens, prompt.reusable_blocks(self.block_tokens))
     }
 
-    /// Returns how many tokens of the sequence are neither cached nor about to be computed by queued or running sequences of other prompts.
+    /// Returns how many tokens of the sequence are neither cached nor about to be computed for another queued or running sequence.
     pub(crate) fn own_tokens(&self, sequence: &SimulatedSequence) -> u64 {
         let prompt = &*sequence.request;
         let computing = self.running.iter().filter(|other| !other.is_decoding());
@@ -240,7 +243,7 @@ impl SimulatedEngine {
         sequence.target() - known * self.block_tokens
     }
 
-    /// Removes all sequences and cached blocks of the lost worker. Returns the sequences.
+    /// Removes all sequences and all cached blocks, because the worker was lost. Returns the sequences.
     pub(crate) fn lose(&mut self) -> Vec<SimulatedSequence> {
         let counts = self.cache.counts();
         let capacity_blocks = counts.free + counts.cached + counts.in_use;
@@ -250,7 +253,8 @@ impl SimulatedEngine {
         lost.waiting.into_iter().chain(lost.running).chain(lost.sending).collect()
     }
 
-    /// Removes the sequences that are placed on this decode worker, which was lost. A step that computes some of them takes as long as before.
+    /// Removes the sequences that were to be decoded on the worker `decode`, which was lost. The current step takes as long as before, even
+    /// if it computes some of them.
     pub(crate) fn cancel(&mut self, decode: usize) -> Vec<SimulatedSequence> {
         let is_lost = |sequence: &SimulatedSequence| sequence.placement.decode == decode;
         let (mut cancelled, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.waiting).into_iter().partition(is_lost);
@@ -287,8 +291,8 @@ impl SimulatedEngine {
         }
     }
 
-    /// Begins the next step if none runs. Returns its duration in microseconds, or `None` if no step begins; and the number of preempted
-    /// sequences.
+    /// Begins the next step if no step is running. Returns the duration of the step in microseconds (`None` if no step begins), and the
+    /// number of preempted sequences.
     pub(crate) fn begin_step(&mut self, now: u64) -> (Option<u64>, u64) {
         if self.step.is_some() {
             return (None, 0);
@@ -325,8 +329,8 @@ impl SimulatedEngine {
         preempted
     }
 
-    /// Admits queued sequences in order while there are blocks for them: first those that were preempted, then those that are due first. A sequence
-    /// whose next block is being computed for another sequence is skipped and stays queued.
+    /// Admits queued sequences in order while there are blocks for them: first preempted sequences, then the others in the order of their due
+    /// times. A sequence whose next block is being computed for another sequence is skipped and stays queued.
     fn admit(&mut self, now: u64) {
         self.waiting.make_contiguous().sort_by_key(|sequence| (!sequence.preempted, sequence.due));
         let mut at = 0;
@@ -412,7 +416,7 @@ impl SimulatedEngine {
         Some((tokens, (time.mul_f64(self.slower).as_micros() as u64).max(1)))
     }
 
-    /// Ends the step that runs.
+    /// Ends the running step.
     pub(crate) fn end_step(&mut self, now: u64) -> Stepped {
         let step = self.step.take().expect("a step was running");
         let mut stepped = Stepped::default();
@@ -447,7 +451,7 @@ impl SimulatedEngine {
         stepped
     }
 
-    /// Commits the full blocks of the prompt of running sequence `at` that have been computed.
+    /// Commits to the cache the prompt blocks of the running sequence `at` that are full and computed.
     fn commit(&mut self, at: usize) {
         let sequence = &mut self.running[at];
         let tokens = &sequence.request.tokens;

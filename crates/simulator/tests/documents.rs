@@ -1,4 +1,4 @@
-//! Prefill workers with documents about which questions are asked in random order.
+//! Simulates questions about documents, asked in random order, on clusters with prefill workers.
 
 mod support;
 
@@ -7,7 +7,8 @@ use support::{Figures, documents, figures};
 use tandem_router::PrefillPlace;
 use tandem_simulator::{RoutingRule, SimulatedCluster, SimulatedDevice, Size};
 
-/// Returns the cluster of the documents benchmark: four prefill workers that can cache 15 documents each, at 20,000 tokens/s.
+/// Returns the cluster of the documents benchmark. It has four prefill workers, each of which can cache 15 documents and computes 20,000
+/// tokens/s.
 fn cluster(capacity_blocks: u64, concurrency: usize, seed: u64) -> SimulatedCluster {
     let device = SimulatedDevice {
         capacity_tokens: capacity_blocks * 64,
@@ -31,15 +32,15 @@ fn blind(cluster: &SimulatedCluster) -> SimulatedCluster {
 }
 
 #[test]
-fn documents_hit_the_cache_and_load_is_balanced_at_any_concurrency() {
-    // 23 of a prompt's 24 blocks are shared, and nine of ten requests can find them cached.
+fn documents_are_found_in_caches_and_load_is_balanced_at_any_concurrency() {
+    // A prompt has 24 blocks. 23 of them belong to its document, and nine of ten requests can find the document cached.
     let possible = 0.9 * 23.0 / 24.0;
     for (concurrency, capacity_blocks) in [(1, 360), (8, 360), (16, 360), (32, 360), (8, 240)] {
         for seed in 1..=3 {
             let found = figures(&cluster(capacity_blocks, concurrency, seed), &documents(40, 23, 10, seed));
             let case = format!("{concurrency} at a time, {capacity_blocks} blocks, seed {seed}: {found:?}");
             assert!(found.hit_rate > 0.98 * possible, "{case}");
-            // A worker computes about ten documents, so three more are a third more computed tokens.
+            // A worker computes about ten documents, so three more documents increase its computed tokens by a third.
             assert!(found.prompts_max <= 1.15 && found.computed_max <= 1.35, "{case}");
         }
     }
@@ -61,9 +62,9 @@ fn prompts_without_common_prefix_wait_no_longer_than_with_fewest_requests() {
     assert!(aware.ttft_mean_s < 1.02 * blind.ttft_mean_s, "{aware:?} {blind:?}");
 }
 
-/// All requests share the first block, and most share no other block: overlap must not outweigh load.
+/// All requests have the first block in common, and most have no other common block. So overlap must not outweigh load.
 #[test]
-fn recorded_conversations_wait_less_than_with_baselines_and_load_is_balanced() {
+fn recorded_conversations_wait_less_than_with_other_rules_and_load_is_balanced() {
     let Some(prompts) = support::recorded(1_500, 1.5, 1) else { return };
     let device =
         SimulatedDevice { capacity_tokens: 2_048 * 512, prefill_tokens_per_second: 20_000.0, ..SimulatedDevice::default() };

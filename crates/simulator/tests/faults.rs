@@ -26,7 +26,7 @@ fn answer(outcome: &RequestOutcome) -> &MeasuredAnswer {
     outcome.result.as_ref().expect("the request is answered")
 }
 
-/// Returns the cluster with the loss of this worker at the time `at_us`.
+/// Returns the cluster with one loss: this worker is lost at the time `at_us`, in microseconds, for the time `lasts`.
 fn without(cluster: &SimulatedCluster, worker: usize, at_us: u64, lasts: Option<Duration>) -> SimulatedCluster {
     let mut lost = cluster.clone();
     lost.faults.losses.push(Loss { worker, at: Duration::from_micros(at_us), lasts });
@@ -39,7 +39,7 @@ fn request(at_ms: u64, blocks: std::ops::Range<u64>, answer_tokens: u64) -> Simu
 }
 
 #[test]
-fn answer_is_continued_on_another_worker_after_the_tokens_that_the_client_has() {
+fn answer_continues_on_another_worker_after_the_tokens_that_the_client_has_received() {
     for policy in [RoutingRule::Tandem, RoutingRule::Dynamo, RoutingRule::RoundRobin] {
         let device = SimulatedDevice { step_tokens: 100, ..SimulatedDevice::default() };
         let cluster = SimulatedCluster { device, block_tokens: BLOCK, ..SimulatedCluster::new(policy, Size::Mixed(2)) };
@@ -70,7 +70,7 @@ fn prompt_whose_worker_is_lost_before_the_first_token_is_placed_again() {
         ..SimulatedCluster::new(RoutingRule::Tandem, Size::Split { prefill: 1, decode: 2 })
     };
     let requests = [request(0, 0..60, 3)];
-    // Prefill workers are 0, decode workers are 1 and 2. The prompt takes almost a second.
+    // Worker 0 is a prefill worker; workers 1 and 2 are decode workers. The prefill of the prompt takes almost a second.
     let lose = |worker| run(&without(&cluster, worker, 400_000, None), &requests);
     let (undisturbed, _) = run(&cluster, &requests);
     let on_prefill_worker = answer(&undisturbed[0]).prefill_worker.as_deref() == Some("prefill-0");
@@ -85,7 +85,7 @@ fn prompt_whose_worker_is_lost_before_the_first_token_is_placed_again() {
 }
 
 #[test]
-fn worker_returns_with_an_empty_cache_and_takes_requests() {
+fn lost_worker_returns_with_an_empty_cache_and_receives_requests() {
     let cluster = SimulatedCluster { block_tokens: BLOCK, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(1)) };
     let requests = [request(0, 0..6, 2), request(5_000, 0..6, 2), request(20_000, 0..6, 2), request(25_000, 0..6, 2)];
     let lost = without(&cluster, 0, 10_000_000, Some(Duration::from_secs(5)));
@@ -99,7 +99,7 @@ fn worker_returns_with_an_empty_cache_and_takes_requests() {
 }
 
 #[test]
-fn request_fails_when_all_its_workers_were_lost() {
+fn request_fails_if_the_only_worker_is_lost_forever() {
     let mut cluster = SimulatedCluster { block_tokens: BLOCK, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(1)) };
     let forever = Loss { worker: 0, at: Duration::from_millis(50), lasts: None };
     cluster.faults.losses.push(forever);
@@ -201,7 +201,7 @@ proptest! {
     }
 
     #[test]
-    fn no_request_is_lost_with_two_workers_if_a_decode_worker_remains(cluster in cluster(), requests in requests(), kept in 0..5_usize) {
+    fn no_request_fails_after_two_worker_losses_if_a_decode_worker_remains(cluster in cluster(), requests in requests(), kept in 0..5_usize) {
         let decode: Vec<usize> = (0..cluster.workers.len()).filter(|at| cluster.workers[*at].role == WorkerRole::Decode).collect();
         let kept = decode[kept % decode.len()];
         let mut losses = cluster.faults.losses.clone();

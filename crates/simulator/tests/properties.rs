@@ -27,14 +27,14 @@ fn run(cluster: &SimulatedCluster, requests: &[SimulatedRequest]) -> (Vec<Reques
 }
 
 fn requests() -> impl Strategy<Value = Vec<SimulatedRequest>> {
-    // Few ids, so that prompts have prefixes in common; gaps of up to 100 ms, so that requests queue.
+    // There are few block ids, so that prompts have common prefixes, and gaps of at most 100 ms, so that requests are queued.
     let one = (0..100_u64, vec(0..3_u64, 0..12), 1..=BLOCK as u32, 1..40_u64);
     vec(one, 1..40).prop_map(|all| {
         let mut at = 0;
         let requests = all.into_iter().map(|(gap, blocks, rest, answer_tokens)| {
             at += gap;
             let prompt_tokens = blocks.len() as u32 * BLOCK as u32 + rest;
-            // If the rest fills a block, the prompt's last block is full, but the trace need not name it.
+            // If the tokens after the named blocks fill a block, the prompt's last block is full, but the trace need not name it.
             SimulatedRequest { at: Duration::from_millis(at), prompt_tokens, blocks: blocks.into(), answer_tokens, max_tokens: 0 }
         });
         requests.collect()
@@ -68,7 +68,8 @@ proptest! {
         let (outcomes, totals) = run(&cluster, &requests);
         prop_assert_eq!((outcomes.len(), totals.requests as usize), (requests.len(), requests.len()));
         let capacity = cluster.device.capacity_tokens;
-        // Outcomes have no ids, so the multisets of requested and of answered token counts are compared.
+        // Outcomes do not identify their requests. So the multiset of token counts that the requests ask for is compared with the multiset of
+        // token counts in the answers.
         let (mut asked, mut answered) = (BTreeMap::<(u64, u64), u32>::new(), BTreeMap::<(u64, u64), u32>::new());
         let mut too_long = 0;
         for request in &requests {
@@ -103,7 +104,7 @@ proptest! {
     }
 
     #[test]
-    fn equal_input_has_equal_results(cluster in cluster(), requests in requests()) {
+    fn equal_input_gives_equal_results(cluster in cluster(), requests in requests()) {
         prop_assert_eq!(run(&cluster, &requests), run(&cluster, &requests));
     }
 
@@ -180,7 +181,7 @@ fn transfer_delays_the_first_token_only_by_its_last_chunk() {
 }
 
 #[test]
-fn sequence_without_blocks_is_preempted_and_ends() {
+fn sequence_that_lacks_blocks_is_preempted_and_still_ends() {
     let device = SimulatedDevice { capacity_tokens: 12 * BLOCK, ..SimulatedDevice::default() };
     let cluster = SimulatedCluster { device, block_tokens: BLOCK, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(1)) };
     let request = |id: u64| SimulatedRequest {

@@ -1,4 +1,4 @@
-//! Simulations and plans of trace files.
+//! Tests of simulations and of cluster searches that read trace files.
 
 use std::{fmt::Write, ops::Deref, time::Duration};
 use tandem_load::{
@@ -11,7 +11,7 @@ use tandem_simulator::{
     replay,
 };
 
-/// A trace and its file.
+/// A trace together with its temporary file.
 struct TraceFile(Trace, #[allow(dead_code, reason = "the file is removed when it is dropped")] tempfile::NamedTempFile);
 
 impl Deref for TraceFile {
@@ -28,7 +28,7 @@ fn open(text: &str) -> TraceFile {
     TraceFile(Trace::open(file.path(), TraceSettings::default()).expect("the trace is valid"), file)
 }
 
-/// Returns a trace with `count` different prompts of 1,024 tokens, `gap_ms` apart, with answers of 11 tokens.
+/// Returns a trace of `count` requests, one every `gap_ms` milliseconds, each with its own prompt of 1,024 tokens and an answer of 11 tokens.
 fn steady(count: u64, gap_ms: u64) -> TraceFile {
     let mut text = String::new();
     for number in 0..count {
@@ -70,7 +70,7 @@ fn report_has_all_requests_workers_and_settings() {
 }
 
 #[test]
-fn speed_and_concurrency_change_the_times_of_arrival() {
+fn speed_and_concurrency_change_arrival_times() {
     let trace = steady(20, 1_000);
     let faster = run(&Replay { speed: 10.0, ..simulation(&trace, mixed(4)) }).expect("the trace can be simulated");
     assert!(faster.seconds > 1.9 && faster.seconds < 2.2, "{}", faster.seconds);
@@ -126,7 +126,7 @@ fn meets(trace: &Trace, slo: Slo, size: Size) -> f64 {
 
 #[test]
 fn plan_finds_the_smallest_cluster() {
-    // A request every 20 ms needs 55.2 ms of prefill, so about three workers are needed.
+    // A request arrives every 20 ms and needs 55.2 ms of prefill, so about three workers are needed.
     let trace = steady(400, 20);
     let slo = Slo { ttft: Some(Duration::from_millis(200)), itl: Some(Duration::from_millis(60)), e2e: None };
     let found = search(&trace, slo, 0.95, 64);
@@ -141,7 +141,7 @@ fn plan_finds_the_smallest_cluster() {
 
 #[test]
 fn plan_finds_no_cluster_if_the_maximum_size_is_too_small() {
-    // Two workers compute less than 36 prompts a second, of 50 that arrive.
+    // Two workers compute less than 36 prompts per second, and 50 arrive.
     let trace = steady(200, 20);
     let slo = Slo { ttft: Some(Duration::from_millis(1_500)), ..Slo::default() };
     let found = search(&trace, slo, 0.99, 2);
@@ -151,7 +151,7 @@ fn plan_finds_no_cluster_if_the_maximum_size_is_too_small() {
     assert_eq!((found.tried[0].share, &*found.tried[0].name), (None, "1 mixed"));
 }
 
-/// Returns the requests that no cluster can serve within the levels.
+/// Returns the numbers of requests in the trace `text` that miss the service levels on any cluster.
 fn hopeless(text: &str, slo: Slo) -> IdleMisses {
     let trace = open(text);
     let found = search(&trace, slo, 1.0, 64);
@@ -175,7 +175,7 @@ fn plan_simulates_nothing_if_no_cluster_of_any_size_is_fast_enough() {
 }
 
 #[test]
-fn idle_worker_is_as_fast_as_in_the_simulation() {
+fn times_on_an_idle_worker_equal_the_simulated_times() {
     let trace =
         open("{\"timestamp\": 0, \"input_length\": 5000, \"output_length\": 40, \"hash_ids\": [1, 2, 3, 4, 5, 6, 7, 8, 9]}\n");
     let report = run(&simulation(&trace, mixed(1))).expect("the trace can be simulated");

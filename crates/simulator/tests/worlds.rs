@@ -8,20 +8,20 @@ use support::{Figures, figures, print, recorded, traffic};
 use tandem_router::{Costs, PrefillPlace, WorkerRole};
 use tandem_simulator::{RoutingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size};
 
-/// The rules that this router's own is compared with.
+/// The rules of other routers, with which this router's own rule is compared.
 const OTHER_POLICIES: [RoutingRule; 5] =
     [RoutingRule::Dynamo, RoutingRule::Sglang, RoutingRule::LlmD, RoutingRule::FewestRequests, RoutingRule::RoundRobin];
 
-/// A cluster and its traffic.
+/// A cluster and the conversations that it serves.
 struct Case {
     name: &'static str,
     world: SimulatedCluster,
-    /// How many times as fast as recorded requests arrive, and how many times as long their answers are.
+    /// Two factors: how many times faster than recorded the requests arrive, and how many times longer than recorded their answers are.
     faster: f64,
     answers: u64,
 }
 
-/// Returns eight equal workers that prefill and decode, with 512 k tokens of KV each.
+/// Returns a cluster of eight equal mixed workers with 512 k tokens of KV each.
 fn world() -> SimulatedCluster {
     SimulatedCluster { seed: 1, ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(8)) }
 }
@@ -38,7 +38,7 @@ fn one_slow_worker() -> SimulatedCluster {
     cluster
 }
 
-/// Returns the cluster in which this number of the eight workers only prefill, for the others.
+/// Returns the cluster of eight workers, `prefill` of which are prefill workers for the others.
 fn mixed_roles(prefill: usize) -> SimulatedCluster {
     world().with_size(Size::Split { prefill, decode: 8 - prefill })
 }
@@ -56,7 +56,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// The seeds of the tie-break. Near the limit of a cluster the figures of single runs differ by a fifth.
+/// The seeds of the tie-break. When a cluster is almost overloaded, the figures of single runs differ by a fifth.
 const SEEDS: std::ops::RangeInclusive<u64> = 1..=5;
 
 /// Returns the median of each figure over several seeds of the tie-break.
@@ -80,7 +80,7 @@ fn medians(world: &SimulatedCluster, prompts: &[SimulatedRequest]) -> Figures {
     }
 }
 
-/// Returns the outcome with this router's policy and the lowest values of the other rules. Prints all of them.
+/// Returns the figures with this router's rule, and the best value of each figure with any other rule. Prints the figures of all rules.
 fn compare(what: &str, world: &SimulatedCluster, prompts: &[SimulatedRequest]) -> (Figures, Figures) {
     let ours = medians(world, prompts);
     print(&format!("{what}, Tandem"), &ours);
@@ -95,12 +95,13 @@ fn compare(what: &str, world: &SimulatedCluster, prompts: &[SimulatedRequest]) -
     (ours, best)
 }
 
-/// Asserts that the waits with this router's policy are at most these multiples of the shortest waits with the other rules.
+/// Asserts that the waits with this router's rule are at most these multiples of the shortest waits with any other rule.
 fn assert_no_rule_is_better(Case { name, world, .. }: &Case, prompts: &[SimulatedRequest], mean_max: f64, p99_max: f64) {
     let (ours, best) = compare(name, world, prompts);
     assert!(ours.ttft_mean_s <= mean_max * best.ttft_mean_s, "{name}: {ours:?} {best:?}");
     assert!(ours.ttft_p99_s <= p99_max * best.ttft_p99_s, "{name}: {ours:?} {best:?}");
-    // With prefill workers the other rules never prefill on a decode worker. So they delay no running answer, and first tokens wait longer.
+    // If there are prefill workers, the other rules never prefill on a decode worker. So with these rules prefills delay no running answer,
+    // and first tokens wait longer.
     if world.workers.iter().all(|worker| worker.role == WorkerRole::Decode) {
         assert!(ours.end_mean_s <= 1.05 * best.end_mean_s, "{name}: {ours:?} {best:?}");
     }
@@ -119,7 +120,7 @@ fn cost_policy_has_the_shortest_waits_on_made_up_conversations() {
 fn cost_policy_has_the_shortest_waits_on_recorded_conversations() {
     for case in cases() {
         let Some(prompts) = recorded(1_500, case.faster, case.answers) else { return };
-        // Near the limit, the mean is 2% above that of llm-d's rule, whose p99 is 10% longer.
+        // The cluster is almost overloaded. The mean is 2% above the mean with llm-d's rule, whose p99 is 10% higher.
         assert_no_rule_is_better(&case, &prompts, 1.03, 1.02);
     }
 }

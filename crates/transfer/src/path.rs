@@ -8,7 +8,7 @@ use tandem_proto::{
     v1::{self, PrefillDone, TransferCapabilities},
 };
 
-/// The reason that a transfer ended early. In every case some of its blocks may have been written.
+/// The reason why a transfer ended early. In every case some of its blocks may have been written.
 #[derive(Debug, thiserror::Error)]
 pub enum TransferError {
     /// The receiver has refused the blocks.
@@ -22,7 +22,7 @@ pub enum TransferError {
     Ticket(#[from] TicketError),
 }
 
-/// The reason that a ticket cannot be used. The worker that sent the ticket has violated the protocol.
+/// The reason why a ticket cannot be used. The worker that sent the ticket has violated the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TicketError {
     /// The address is not signed with the cluster key, or is signed for another worker.

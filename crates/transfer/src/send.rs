@@ -147,8 +147,8 @@ pub struct Sent {
     pub bytes: u64,
     /// The time from the first block to the reply that all blocks are written.
     pub duration: Duration,
-    /// The bytes from which the bandwidth is measured: all of them, or, if the receiver copies blocks while later blocks are computed, only
-    /// the last ones.
+    /// The number of bytes from which the bandwidth is measured: all bytes, or only those of the last blocks if the receiver copies earlier
+    /// blocks while later ones are computed.
     pub measured_bytes: u64,
     /// The time for which the `measured_bytes` were in flight. Time in which several transfers have bytes in flight is divided equally between them.
     pub measured: Duration,
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn measured_bandwidth_is_that_of_the_network_under_any_load() {
+    async fn measured_bandwidth_equals_the_network_bandwidth_under_any_load() {
         advance(Duration::from_secs(1)).await;
         for announces in [false, true] {
             for transfers in [1, 2, 8, 40] {

@@ -27,7 +27,7 @@ use tonic::{Request, Response, Status, Streaming};
 const WRITES_BYTES: usize = 64 << 20;
 const WRITES_MIN: usize = 16;
 const WRITES_MAX: usize = 1_024;
-/// The longest time from the opening of a control stream until its first message.
+/// The time limit for a control stream's first message, from the opening of the stream.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
 /// At most this many control streams are open at a time: more than a cluster has prefill workers.
 const CONTROL_STREAMS_MAX: usize = 256;

@@ -4,17 +4,17 @@ use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 
-/// The clock of a sender's network: while several transfers have bytes in flight, each of them is charged an equal part of the time. So the bytes of
-/// one transfer divided by its time are the bandwidth of the network, however many transfers share it.
+/// The clock of a sender's network: while several transfers have bytes in flight, each of them is charged an equal part of the time. So the
+/// bytes of one transfer divided by its charged time equal the bandwidth of the network, however many transfers share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SharedClock(Arc<Mutex<ShareState>>);
 
 #[derive(Debug, Default)]
 struct ShareState {
     sending: u32,
-    /// The time up to which `each` includes the charges; `None` before the first transfer.
+    /// The time up to which charges are included in `each`; `None` before the first transfer.
     at: Option<Instant>,
-    /// The total time charged to a transfer that has had bytes in flight since the start.
+    /// The total time that would have been charged to a transfer with bytes in flight during the whole time since the start.
     each: Duration,
 }
 

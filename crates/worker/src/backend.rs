@@ -37,8 +37,8 @@ pub trait Backend: Send + Sync + 'static {
     /// Resolves when the back end hangs: it has work and makes no progress. It may recover.
     async fn hung(&self);
 
-    /// Returns when the current step began; `None` while no step runs, or if an external engine does not report its steps. A back end whose steps end
-    /// makes progress.
+    /// Returns when the current step began; `None` while no step runs, or if an external engine does not report its steps. A back end makes
+    /// progress as long as its steps end.
     fn busy_since(&self) -> Option<Instant> {
         None
     }
@@ -46,8 +46,8 @@ pub trait Backend: Send + Sync + 'static {
     /// Returns how this back end exchanges KV with the back ends of other workers.
     fn kv_exchange(&self) -> KvExchange<'_>;
 
-    /// Whether the prefix cache that [`Self::watch`] reports is assumed from the requests, because the engine does not report its own. This
-    /// never changes.
+    /// Returns whether the prefix cache that [`Self::watch`] reports is derived from the requests, because the engine does not report its
+    /// cache. This never changes.
     fn assumes_cache(&self) -> bool {
         false
     }
@@ -63,8 +63,8 @@ pub trait Backend: Send + Sync + 'static {
         0
     }
 
-    /// Returns the most prompt tokens of a step. The KV of a step is sent during the next step; 0: no KV is sent before the prompt is computed. This
-    /// never changes.
+    /// Returns the maximum number of prompt tokens in a step. The KV of a step is sent during the next step; 0: no KV is sent before the
+    /// prompt is computed. This never changes.
     fn step_tokens(&self) -> u32 {
         0
     }

@@ -36,7 +36,7 @@ pub(crate) struct ControlService {
     refusals: LogLimit,
 }
 
-/// The maximum length of a reason, in bytes, of which the log has the beginning.
+/// The maximum length in bytes of a refusal's reason in the log. The rest of a longer reason is cut off.
 const REFUSAL_MAX: usize = 1_000;
 
 #[tonic::async_trait]

@@ -1,9 +1,9 @@
 //! The ledger: a line of JSON for each prompt whose prefill begins on a worker (with its cached tokens), and one for the outcome of each
 //! attempt.
 //!
-//! `scheduled` is written by the worker that counted the cached tokens, `ended` by the decode worker that owns the attempt, because only that
-//! worker knows whether a first token was generated. Each line is written immediately, so a worker that is killed has written what it had
-//! counted. `docs/adr/007-ledger.md` describes how the lines are read together.
+//! The worker that counted the cached tokens writes the line `scheduled`. The decode worker that owns the attempt writes the line `ended`,
+//! because only this worker knows whether a first token was generated. Each line is written immediately, so a worker that is killed has
+//! written what it had counted. `docs/adr/007-ledger.md` describes how the lines are read together.
 //!
 //! No request waits for the disk, and lost lines are counted ([`LineFile`]).
 
@@ -27,9 +27,9 @@ const NAME: &str = "ledger";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The attempt generated the request's first token. Its cached tokens are those of the request.
+    /// The attempt generated the request's first token. Its number of cached tokens counts for the request.
     Won,
-    /// The attempt resumed the output of an earlier attempt. The cached tokens of that earlier attempt are those of the request.
+    /// The attempt resumed the output of an earlier attempt. The number of cached tokens of that earlier attempt counts for the request.
     Superseded,
     /// The client cancelled the attempt before its first token.
     Cancelled,

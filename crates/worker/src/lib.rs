@@ -47,7 +47,7 @@ pub struct WorkerSettings {
     pub broker: Option<Broker>,
     /// The tracer that continues the traces of requests.
     pub tracer: Tracer,
-    /// Leaves the number of cached tokens out of `Scheduled`, to test how the cluster handles such a worker.
+    /// Leaves the number of cached tokens out of `Scheduled`, to test how the cluster handles a worker that does not report this number.
     pub withhold_cached_tokens: bool,
 }
 

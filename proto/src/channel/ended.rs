@@ -1,10 +1,10 @@
-//! Distinguishes a peer that ended during a call from one that was unreachable, or that refused the call, and says so in words.
+//! Classifies failed calls: the peer ended during the call, was unreachable, or refused the call. Describes each case in words.
 
 use std::{error::Error, iter};
 use tonic::{ConnectError, Status};
 
-/// Whether the call failed because its connection ended after the call was sent: the peer's process has ended, or the network was interrupted. False
-/// if the peer was never reached, or has answered with an error.
+/// Returns whether the call failed because its connection ended after the call was sent: the peer's process has ended, or the network was
+/// interrupted. Returns false if the peer was never reached, or if it has answered with an error.
 pub fn has_ended(status: &Status) -> bool {
     // Only the status of a failed connection has a source. A peer's answer consists of a code and a message.
     let mut cause = status.source();

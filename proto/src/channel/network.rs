@@ -1,5 +1,6 @@
-//! The transport of connections, and the cluster key and certificates that authenticate every call. The transport is TCP, or a network in memory, on which
-//! tests delay, interrupt and refuse connections. A service connects to its peers over the [`Network`] of its own [`Listener`].
+//! The transport of connections, and the cluster key and certificates that authenticate every call. The transport is TCP, or a network in
+//! memory, on which tests delay, interrupt and refuse connections. A service connects to its peers over the [`Network`] of its own
+//! [`Listener`].
 
 use super::{
     guard::{Bearer, Channel, Guard, OnRefused},

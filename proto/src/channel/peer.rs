@@ -43,8 +43,8 @@ impl PeerRole {
         }
     }
 
-    /// Whether a process of this role may call the gRPC method with this path. Processes call some methods of their own role, to check their
-    /// readiness.
+    /// Returns whether a process of this role may call the gRPC method with this path. Processes call some methods of their own role, to
+    /// check their readiness.
     pub(super) fn may_call(self, path: &str) -> bool {
         let method = path.strip_prefix("/tandem.v1.").unwrap_or_default();
         match self {

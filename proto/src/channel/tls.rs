@@ -39,7 +39,7 @@ use tonic::{
     transport::{Uri, server::Connected},
 };
 
-/// The maximum time of a handshake, as long as that of a connection.
+/// The time limit for a handshake, which is the same as for connecting.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(3);
 /// The maximum number of handshakes at a time. Further connections wait in the kernel.
 const HANDSHAKES_MAX: usize = 1_024;
@@ -75,7 +75,7 @@ pub enum ClusterTlsError {
     OtherProcess { found: Peer, expected: Peer },
 }
 
-/// The certificate of this process and its authority, which may be replaced at any time. Cheap to clone.
+/// The certificate of this process and of its authority, which may be replaced at any time. It is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ClusterTls {
     own: Arc<Peer>,
@@ -89,10 +89,11 @@ struct Configs {
 }
 
 impl ClusterTls {
-    /// Reads the certificate of a process with this role. `cluster`: the name of its cluster; `None`: that in the certificate.
+    /// Reads the certificate of a process with this role. `cluster` is the cluster name that the certificate must have; `None` accepts the
+    /// name in the certificate.
     ///
     /// # Errors
-    /// The certificate cannot be used, or names another process.
+    /// Fails if the certificate cannot be used, or if it names another process.
     pub fn new(pem: TlsPem<'_>, role: PeerRole, cluster: Option<&str>) -> Result<Self, ClusterTlsError> {
         let (configs, found) = configs(pem)?;
         let expected = Peer { role, cluster: cluster.unwrap_or(&found.cluster).to_owned() };
@@ -105,7 +106,7 @@ impl ClusterTls {
     /// Uses another certificate for new connections.
     ///
     /// # Errors
-    /// The certificate cannot be used, or names another process. The old one stays in use.
+    /// Fails if the certificate cannot be used, or if it names another process. The old certificate then stays in use.
     pub fn replace(&self, pem: TlsPem<'_>) -> Result<(), ClusterTlsError> {
         let (configs, found) = configs(pem)?;
         if found != *self.own {
@@ -383,7 +384,7 @@ mod tests {
         TlsPem { certificate, key, ca }
     }
 
-    /// Connects the two. Returns the client's role as the server sees it, and the server's role as the client sees it.
+    /// Connects `client` to `server`. Returns the client's role as the server sees it, and the server's role as the client sees it.
     async fn meet(server: &ClusterTls, client: &ClusterTls, expected: &[PeerRole]) -> [io::Result<PeerRole>; 2] {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free");
         let address = listener.local_addr().expect("the listener is bound").to_string();
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn server_without_a_certificate_is_named_as_the_cause() {
+    async fn error_names_a_server_without_a_certificate_as_the_cause() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free");
         let address = listener.local_addr().expect("the listener is bound").to_string();
         let serves = async {

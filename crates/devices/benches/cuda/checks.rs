@@ -1,4 +1,4 @@
-//! Checks of results.
+//! Checks that the results of decoding, sampling and transfers are correct.
 
 use super::{BLOCK, Outcome, STEPS, blocks, engine, generate, settings, speed::decode, transfers::transfer};
 use std::{error::Error, fs};
@@ -7,9 +7,9 @@ use tandem_engine::{Chunk, EngineHandle, Event, Logits, Sampling};
 use tandem_kv::TokenId;
 
 const GREEDY: usize = 32;
-/// Number of concurrent sequences. Decode steps pad them to six rows.
+/// The number of concurrent sequences. Decode steps are padded to six rows for them.
 const BATCH: usize = 5;
-/// Two logits that differ by less than this many standard deviations of their row count as equal, as in bench/gpu.py.
+/// Two logits of a row count as equal if they differ by less than this many standard deviations of the row, as in bench/gpu.py.
 const TIE: f64 = 5e-2;
 
 fn likeliest(logits: &[f32]) -> TokenId {

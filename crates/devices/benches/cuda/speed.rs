@@ -6,9 +6,9 @@ use tandem_devices::cuda::{CudaModel, Timing, TimingCase};
 use tandem_engine::{Chunk, EngineHandle, Event, Logits, Sampling};
 use tandem_kv::TokenId;
 
-/// The number of rounds of prompts that take seconds.
+/// The number of rounds for prompts that take seconds.
 const ROUNDS_OF_LONG: usize = 2;
-/// From this number of tokens on, a prompt takes seconds.
+/// A prompt with at least this many tokens takes seconds.
 const LONG: usize = 32_768;
 
 /// Returns the median duration of a decode step in the engine's loop, in seconds. The step decodes `batch` sequences of about `context`

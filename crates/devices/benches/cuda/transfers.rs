@@ -1,4 +1,4 @@
-//! Moves KV blocks: through host memory, from another process's memory, and over NCCL.
+//! Moves KV blocks between engines: through host memory, by CUDA IPC from another process's memory, and over NCCL.
 
 use super::{BLOCK, IDS, Options, Outcome, ROUNDS, blocks, engine, median, prefill};
 use std::{
@@ -15,8 +15,8 @@ fn prompt(tokens: &str) -> Outcome<Vec<TokenId>> {
     Ok((0..tokens.parse()?).map(|token| (token % IDS) as TokenId).collect())
 }
 
-/// Returns an engine whose first blocks have the KV of all tokens of a prompt but the last, and whose memory has capacity for two more
-/// copies of these blocks.
+/// Returns an engine that has computed the KV of all tokens of a prompt except the last one, in its first blocks. The engine's KV memory has
+/// capacity for two more copies of these blocks.
 fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
     let mut engine = engine(model, 3 * tokens.len().next_multiple_of(BLOCK))?;
     prefill(&mut *engine, &tokens[..tokens.len() - 1], &blocks(0, tokens.len()))?;

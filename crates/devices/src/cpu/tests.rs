@@ -52,7 +52,8 @@ impl Random {
 
     fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
         let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
-        // Formats whose quants, or products of quants and factors, are larger have smaller scales.
+        // The scales are smaller in formats with larger quants, or with larger products of quants and factors, so that all weights have
+        // similar magnitudes.
         let fine = |random: &mut Self| f16::from_f32(random.number() * 0.0005).to_le_bytes();
         let finest = |random: &mut Self| f16::from_f32(random.number() * 0.0002).to_le_bytes();
         match kind {
@@ -175,7 +176,7 @@ pub(crate) struct Sizes {
     pub tied: bool,
 }
 
-/// A model with three query heads per key head, as the default model has, and with dimensions that do not fill panels.
+/// A model with three query heads per key head, as in the default model, and with dimensions that do not fill panels.
 const QUANTISED: Sizes = Sizes {
     family: "llama",
     layers: 2,

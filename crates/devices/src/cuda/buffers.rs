@@ -22,7 +22,7 @@ pub(super) struct Buffers<D: Device> {
     pub rope: Memory<D>,
     pub partial_outputs: Memory<D>,
     pub partial_sums: Memory<D>,
-    /// Kernels expect zeros, and leave zeros.
+    /// The counters of the attention kernels, in [`Sizes::arrivals`] bytes. Each kernel expects zeros and leaves zeros.
     pub arrivals: Memory<D>,
     pub logits: Memory<D>,
     pub scratch: Memory<D>,

@@ -42,7 +42,7 @@ pub(super) fn cubin_for(shape: &Shape, target: &CompileTarget<'_>, folder: &Path
     Ok(file)
 }
 
-/// Returns the cache key: a hash of everything that the code depends on.
+/// Returns the cache key: a hash of all inputs that determine the machine code.
 fn key(shape: &Shape, architecture: &str, driver_version: i32) -> String {
     let mut text = format!("{architecture} {driver_version} {:?}", options(shape, architecture));
     SOURCES.iter().for_each(|(_, source)| text.push_str(source));
@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    /// Returns whether the tests can compile kernels. Fails if NVRTC should be present and is not.
+    /// Returns whether the tests can compile kernels. Panics if `TANDEM_NVRTC` is set and NVRTC is not found.
     pub(super) fn nvrtc_is_present() -> bool {
         // SAFETY: as in `compile`.
         let present = unsafe { sys::is_culib_present() };

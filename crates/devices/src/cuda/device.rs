@@ -72,7 +72,7 @@ pub(super) struct Gemm {
     pub epilogue: Epilogue,
 }
 
-/// How the result of a GEMM is written.
+/// The way in which the result of a GEMM is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Epilogue {
     /// Rounds the result to 16-bit floats and stores it.
@@ -91,7 +91,7 @@ pub(super) struct Operands {
     pub outputs: u64,
 }
 
-/// What a stream is for.
+/// The work that a stream executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// Executes the steps of an engine.
@@ -203,8 +203,8 @@ pub(super) struct Imported {
     pub bytes: Option<usize>,
 }
 
-/// One end of a communicator of two ranks. The lengths of the regions must be the same at both ends. After an error the communicator must
-/// not be used again.
+/// One end of a communicator of two ranks. Both ends must pass regions of the same lengths. After an error the communicator must not be used
+/// again.
 pub(super) trait PeerCommunicator: Send + Sync + 'static {
     /// Sends the regions. Returns when the peer has received them; fails if this takes longer than `limit`.
     fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
@@ -214,7 +214,7 @@ pub(super) trait PeerCommunicator: Send + Sync + 'static {
     fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
 }
 
-/// Device memory, freed on drop.
+/// Device memory, which is freed when this value is dropped.
 pub(super) struct Memory<D: Device> {
     device: Arc<D>,
     address: u64,
@@ -228,7 +228,7 @@ impl<D: Device> Memory<D> {
         Ok(Self { device: Arc::clone(device), address, bytes })
     }
 
-    /// Allocates memory with this content.
+    /// Allocates memory that holds a copy of `bytes`.
     pub fn of(device: &Arc<D>, bytes: &[u8]) -> Result<Self, CudaError> {
         let memory = Self::new(device, bytes.len())?;
         device.upload(memory.address, bytes)?;

@@ -55,8 +55,8 @@ pub(super) struct Gpu {
     gemms: Mutex<Option<GemmPlans>>,
     staging: Mutex<Option<Staging>>,
     stream: sys::CUstream,
-    /// The event by which a thread that waits for this stream sleeps. Null if it polls instead, which notices the end of a step some
-    /// microseconds earlier and occupies a core.
+    /// The event by which a thread that waits for this stream sleeps. Null if threads that wait for this stream poll. A polling thread
+    /// notices the end of a step some microseconds earlier, but occupies a core.
     sleeper: sys::CUevent,
     context: Arc<Context>,
 }

@@ -12,13 +12,13 @@ use super::{
 };
 use std::collections::HashMap;
 
-/// The most graphs that are cached. A mixed load has fewer buckets. A graph has a few hundred launches, each of which takes some kilobytes
-/// in the driver.
+/// The maximum number of cached graphs, which is more than the number of buckets in a mixed load. A graph has a few hundred launches, each of
+/// which takes some kilobytes in the driver.
 const GRAPHS_MAX: usize = 256;
 
-/// The number of steps after a failed capture until the next one is tried; it doubles with every failure in a row.
+/// The number of steps between a failed capture and the next attempt. It doubles with every consecutive failure.
 const PAUSE_MIN: u64 = 64;
-/// The most doublings of the pause, which is then about an hour of steps.
+/// The maximum number of doublings. The pause is then about an hour of steps.
 const PAUSE_DOUBLINGS: u32 = 12;
 
 /// The key of a graph: the numbers of rows and partitions to which a step is padded, and the number of alternative tokens.
@@ -74,8 +74,8 @@ impl<D: Device> Graphs<D> {
         Bucket { rows: padded_rows(bucket.rows).min(self.rows_max), partitions, ..bucket }
     }
 
-    /// Returns the buckets of all decode steps without logprobs and masks. A step with this many rows has as many partitions, and
-    /// `most_partitions` of them at most.
+    /// Returns the buckets of all decode steps without logprobs and masks. A step of `rows` rows has at least `rows` and at most
+    /// `most_partitions(rows)` partitions.
     pub fn buckets(&self, most_partitions: impl Fn(usize) -> usize) -> Vec<Bucket> {
         let mut buckets = Vec::new();
         for rows in 1..=self.rows_max {

@@ -9,7 +9,7 @@ use super::{
 /// Percentage of the free memory (after loading the weights) that engines may use. The rest is for cuBLASLt's workspaces, the kernels'
 /// code, the inputs of steps, and other processes.
 const SHARE_PERCENT: usize = 90;
-/// The most rows of logits that are computed at a time; each row is as long as the vocabulary.
+/// The maximum number of rows of logits that are computed at a time. Each row is as long as the vocabulary.
 const HEAD_ROWS_MAX: usize = 256;
 
 /// Sizes of an engine's buffers, in bytes unless stated otherwise. A row is one token of a step.
@@ -29,9 +29,9 @@ pub(super) struct Sizes {
     pub inner: usize,
     /// Rotary position embedding: cosine and sine for each row and pair of dimensions, 32-bit.
     pub rope: usize,
-    /// Attention outputs per partition and head, not yet normalised, 32-bit; for one-token chunks and for tiles of prompts.
+    /// Attention outputs that are not normalised yet: one row per partition and head, 32-bit. One-token chunks and tiles of prompts use them.
     pub partial_outputs: usize,
-    /// Softmax maximum and sum per partition and head, 32-bit.
+    /// The maximum and the sum of the softmax: one pair per partition and head, 32-bit.
     pub partial_sums: usize,
     /// Counters of the thread blocks that share a row's attention: one per row and block of heads, 32-bit.
     pub arrivals: usize,
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn oversized_kv_memory_is_refused_with_both_sizes() {
+    fn oversized_kv_memory_is_refused_with_the_needed_and_the_free_bytes() {
         let refused = |limits, free_bytes| match Sizes::new(&QWEN3_8B, &limits, DeviceBudget { free_bytes, ..H200 }) {
             Err(CudaError::Memory { free_bytes, needed_bytes }) => (free_bytes, needed_bytes),
             other => panic!("{other:?}"),

@@ -7,7 +7,7 @@ use tandem_engine::{Chunk, Logits};
 const PARTITION_POSITIONS_MIN: usize = 256;
 /// The slot number of padding rows. No KV is stored for it. kernels/model.cu has the same constant.
 const NO_SLOT: u32 = u32::MAX;
-/// The most rows of a padded decode step.
+/// The maximum number of rows in a padded decode step.
 const DECODE_ROWS_MAX: usize = 256;
 /// The intended number of `attend_token` thread blocks per multiprocessor. A multiprocessor runs two of them at a time; with more in its
 /// queue, few multiprocessors are idle at the end of a launch.
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn padded_batches_have_few_sizes_and_at_most_half_as_many_rows_again() {
+    fn padded_batches_have_few_sizes_and_at_most_1_5_rows_per_token() {
         let mut occurring: Vec<usize> = (1..=256).map(padded_rows).collect();
         assert!((1..=256).zip(&occurring).all(|(rows, padded)| (rows..=rows * 3 / 2).contains(padded)));
         occurring.dedup();

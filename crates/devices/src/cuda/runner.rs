@@ -29,10 +29,10 @@ const PREPARE_MAX: Duration = Duration::from_secs(20);
 
 /// Executes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    /// `None` on one device, and after a rank was lost. When a rank is lost, the communicators are dropped before memory is freed, because
-    /// that ends the all-reduces that wait for the lost rank.
+    /// The communicators of the ranks; `None` on one device, and after a rank was lost. When a rank is lost, the communicators are dropped
+    /// before memory is freed, because that ends the all-reduces that wait for the lost rank.
     communicators: Option<D::Communicators>,
-    /// `None` with several ranks, which launch every step kernel by kernel.
+    /// The recorded CUDA graphs; `None` with several ranks, which launch every step kernel by kernel.
     graphs: Option<Graphs<D>>,
     ranks: Vec<Rank<D>>,
     limits: CudaLimits,
@@ -82,7 +82,7 @@ impl<D: Device> Runner<D> {
         let (shape, multiprocessors) = (*self.shape(), self.ranks[0].device.multiprocessors());
         let most_partitions = |rows| partitions_max(rows, &shape, multiprocessors);
         let buckets = self.graphs.as_ref().map(|graphs| graphs.buckets(most_partitions)).unwrap_or_default();
-        // A bucket's first step is launched directly, and its second step is recorded.
+        // The first execution of a bucket launches its kernels directly, and the second one is recorded as a CUDA graph.
         for bucket in buckets.iter().flat_map(|bucket| [bucket; 2]) {
             self.execute(Batch::default(), SampleInputs::default(), &[], Some(*bucket))?;
         }
@@ -190,7 +190,7 @@ impl<D: Device> Runner<D> {
             }
         };
         tokens.truncate(requests.len());
-        // Waits for all ranks, so that the step's measured duration includes all of its work and asynchronous errors are reported here.
+        // Waits for all ranks. So the step's measured duration includes all of its work, and asynchronous errors are reported here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
         Ok(StepOutput::Sampled { tokens, logits })
     }

@@ -31,7 +31,7 @@ pub(super) struct SampleInputs {
     pub constrained: Vec<usize>,
     /// The offset of `words` in words, from the same address as the offsets of adjustments.
     pub words_from: usize,
-    /// The number of alternatives that each row requests; `None` if the row does not even request the sampled token's logprob.
+    /// The number of alternatives that each row requests; `None` if the row requests no logprobs at all, not even that of the sampled token.
     pub tops: Vec<Option<u32>>,
 }
 

@@ -8,7 +8,7 @@ use super::CudaError;
 use std::ops::Range;
 use tandem_model::ModelConfig;
 
-/// The most GPUs of one engine. All of them are in one machine.
+/// The maximum number of GPUs of one engine. All of them are in one machine.
 pub(super) const RANKS_MAX: usize = 8;
 
 /// Identifies the shard of one rank.
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shards_partition_rows_and_blocks() {
+    fn shards_cover_all_rows_and_blocks_without_overlap() {
         for ranks in [1, 2, 3, 4] {
             let shards = (0..ranks).map(|rank| Shard { rank, ranks });
             let ranges: Vec<usize> = shards.clone().flat_map(|shard| shard.range(24)).collect();

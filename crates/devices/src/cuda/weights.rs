@@ -17,7 +17,7 @@ pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
     Ok(if kind == TensorType::F16 { Half::Float16 } else { Half::BFloat16 })
 }
 
-/// Where a model's weights come from. Its configuration always comes from the file.
+/// The source of a model's weights. The model's configuration always comes from its files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Origin {
     File,
@@ -26,7 +26,7 @@ pub(super) enum Origin {
     Drawn,
 }
 
-/// The number of bytes of random numbers that are copied to the device. Random matrices repeat them.
+/// The number of random bytes that are copied to the device. Each random matrix consists of repetitions of them.
 const DRAWN_BYTES: usize = 4 << 20;
 
 /// Returns random weights with a mean of 0 and a deviation of about 0.02, from which `fill` makes matrices of any size.

@@ -109,8 +109,8 @@ impl Machine {
             let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
             let computed_here = earlier.filter(|other| other.computes_prompt() && other.namespace == sequence.namespace);
             let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
-            // If the new sequence has an equally long common prefix with several jobs, the latest of them is expected to compute the prefix. So if
-            // one job of a burst is cancelled, only the job after it loses its expected prefix.
+            // If several jobs have an equally long common prefix with the new sequence, the latest of these jobs is expected to compute the
+            // prefix. So if one job of a burst is cancelled, only the job after it loses its expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
         // If a prompt's KV comes from another worker, only its last token is computed here, and it does not wait for prompts that are computed here.

@@ -1,8 +1,9 @@
-//! How many prompt tokens a step computes, and how they are split between the prompts of the batch.
+//! Decides how many prompt tokens a step computes, and splits them between the prompts of the batch.
 //!
-//! A step that also continues answers delays their next tokens, so it has fewer prompt tokens ([`Rates::prompt_tokens`](super::rates::Rates)).
-//! [`RoundRobin`](super::fair::RoundRobin) splits them by rank and account. A step with more tokens takes longer. So if a step computes the rest of a
-//! prompt, or its first token, prompts that it outranks are left out of the step, even if the step's budget has tokens for them.
+//! A step that also continues answers delays their next tokens, so it has fewer prompt tokens
+//! ([`Rates::prompt_tokens`](super::rates::Rates)). [`RoundRobin`](super::fair::RoundRobin) splits them by rank and account. A step with more
+//! tokens takes longer. So if a step computes the rest of a prompt, or its first token, prompts that it outranks are left out of the step,
+//! even if the step's budget has tokens for them.
 
 use super::{Machine, fair::Demand};
 use std::{collections::BTreeMap, sync::Arc};
@@ -19,9 +20,9 @@ const LOGIT_ROWS_MAX: usize = 64;
 /// the step that samples its first token.
 const SHORT_STEPS_MAX: u32 = 8;
 
-/// Limits the number of *short steps*: steps from which outranked prompts were left out although the budget had tokens for them. Once there were
-/// [`SHORT_STEPS_MAX`] more short steps than other ones, only every second step may be short. So urgent prompts that arrive all the time keep others
-/// out of at most half of the steps that have tokens for them, and of less than half of the time.
+/// Limits the number of *short steps*: steps from which outranked prompts were left out although the budget had tokens for them. Once the
+/// number of short steps exceeds the number of other steps by [`SHORT_STEPS_MAX`], only every second step may be short. So urgent prompts
+/// that arrive all the time keep the outranked prompts out of at most half of the steps that have tokens for them.
 #[derive(Debug, Default)]
 pub(super) struct ShortSteps(u32);
 

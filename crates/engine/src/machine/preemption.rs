@@ -37,13 +37,15 @@ impl Machine {
         }
     }
 
-    /// Returns the index in `list` of a sequence that does not outrank the running sequence at `victim`: of these, the youngest of the last rank.
+    /// Returns the index in `list` of the sequence to preempt: of the sequences that do not outrank the running sequence at `victim`, the
+    /// youngest one of the rank that is served last.
     fn last_outranked(&self, list: &[Sequence], victim: usize) -> Option<usize> {
         let victim = &self.running[victim];
         self.last_that(list, |of| !of.outranks(victim))
     }
 
-    /// Returns the index of a sequence that is not exempt and for which `may_lose` is true: of these, the youngest of the rank that is served last.
+    /// Returns the index of the sequence to preempt: of the sequences that are not exempt and for which `may_lose` is true, the youngest one
+    /// of the rank that is served last.
     fn last_that(&self, list: &[Sequence], may_lose: impl Fn(&Sequence) -> bool) -> Option<usize> {
         let candidates = list.iter().enumerate().filter(|(_, of)| may_lose(of) && self.exempt != Some(of.job));
         candidates.max_by_key(|(index, of)| (of.priority.across, *index)).map(|(index, _)| index)

@@ -58,7 +58,8 @@ impl Rates {
         let prefill_part = || self.prefill.line().or_else(|| self.prefill.scaled()).map(|line| line.seconds(tokens));
         let decode_seconds = if tokens > 0.0 { prefill_part().map(|part| seconds - part) } else { Some(seconds) };
         if let Some(prefill_seconds) = prefill_seconds.filter(|seconds| tokens > 0.0 && *seconds > 0.0) {
-            // Short steps let the evidence decay only in proportion to their tokens, so that many of them do not displace a long step.
+            // The weights of earlier steps decay after a short step only in proportion to its tokens, so that many short steps do not
+            // displace a long step.
             let is_long = tokens >= LONG_STEP_TOKENS.min(f64::from(chunk_budget));
             let decay = if is_long { DECAY } else { DECAY.powf(tokens / f64::from(chunk_budget)) };
             let is_added = self.prefill.record(tokens, prefill_seconds, decay);
@@ -74,7 +75,7 @@ impl Rates {
         }
     }
 
-    /// Returns the prompt tokens per second, without the fixed time of a step; 0 while it is unknown.
+    /// Returns the prompt tokens per second, not counting the fixed time of a step; 0 while it is unknown.
     pub fn prefill_tokens_per_second(&self) -> f64 {
         self.prefill.rate().map_or(0.0, |line| line.each.recip())
     }
@@ -100,7 +101,7 @@ impl Rates {
         Some(((step - other).max(other) / prefill.each) as usize)
     }
 
-    /// Returns the part of a full step's time that prompt tokens have lately got; 0 while it is unknown.
+    /// Returns the fraction of a full step's time that prompt tokens have lately taken; 0 while it is unknown.
     pub fn prompt_share(&self) -> f64 {
         self.prompt_share
     }
@@ -112,8 +113,8 @@ impl Rates {
         self.prompt_share = before + SHARE_WEIGHT * (share - before);
     }
 
-    /// Returns the part of a step's time that `tokens` prompt tokens take if the step also continues `sequences` sequences. The fixed time is not
-    /// part of it, except in steps without sequences, where the result is 1: the router adds the fixed time itself.
+    /// Returns the part of a step's time that `tokens` prompt tokens take if the step also continues `sequences` sequences. The fixed time of
+    /// the step is not included, because the router adds it. In a step without sequences the result is 1.
     fn share_of(&self, tokens: usize, sequences: usize) -> Option<f64> {
         if sequences == 0 {
             return Some(1.0);
@@ -195,9 +196,9 @@ impl Regression {
         (self.weight > 0.0).then(|| self.y / self.weight)
     }
 
-    /// Returns the line through the steps. If the steps are long, but their lengths are too similar to determine a slope, returns the last line,
-    /// scaled to these steps, or, if there is none, the line through the steps and the origin, which has no fixed time. Returns `None` if there is
-    /// not enough evidence.
+    /// Returns the line through the steps. If the steps are long, but their lengths are too similar to determine a slope, returns the last
+    /// line, scaled to these steps. If there is no last line, returns the line through the steps and the origin, whose fixed time is 0.
+    /// Returns `None` if there is not enough evidence.
     fn rate(&self) -> Option<Line> {
         let is_long = || self.weight > 0.0 && self.x / self.weight >= LONG_STEP_TOKENS;
         self.line().or_else(|| is_long().then(|| self.scaled().unwrap_or_else(|| self.through_zero())))
@@ -318,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn prompt_tokens_of_a_step_follow_from_the_time_that_answers_may_wait() {
+    fn prompt_tokens_of_a_step_follow_from_the_limit_on_the_time_between_tokens() {
         let (answers, prompts) = (vec![(0, 20); 3], (0..50).map(|at| (1 + at * 97 % 512, 20)));
         let rates = after(&answers.into_iter().chain(prompts).collect::<Vec<_>>());
         // A step takes 8 ms for 20 answers, and a fixed time of 4 ms. Prompt tokens get the rest of 16 × 8 ms or of `itl_max`, but at least 12 ms.
@@ -352,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_on_prompt_tokens_stays_while_every_step_has_prompts_and_times_vary() {
+    fn limit_on_prompt_tokens_is_stable_while_every_step_has_prompts_and_times_vary() {
         let (mut rates, mut random) = (after(&[(0, 20); 9]), 1_u64);
         (0..9).for_each(|at| step(&mut rates, 400 + at % 3 * 50, 0, 1.0));
         for at in 0..3_000 {
@@ -365,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_on_prompt_tokens_remains_and_full_steps_are_counted_while_all_steps_are_short() {
+    fn short_full_steps_keep_the_limit_on_prompt_tokens_and_count_as_measurements() {
         // A slow device takes 20 ms for a prompt token and 60 ms for a decoding sequence.
         let slow = |tokens: u32, sequences: u32| StepStats {
             prefill_tokens: tokens,
@@ -408,7 +409,8 @@ mod tests {
         assert!(is_near(rates.decode_step_ms(), 3.0 * 6.8, 0.05), "{rates:?}");
     }
 
-    /// Returns the fixed and the per-token seconds by the textbook formula over all samples, each with its decayed weight.
+    /// Returns the fixed time and the time per token, in seconds. They are computed by the textbook formula from all samples with their
+    /// decayed weights.
     fn naive(samples: &[Observation], decays: &[f64]) -> (f64, f64) {
         let weights: Vec<f64> = (0..samples.len())
             .map(|at| (1.0 + samples[at].0 / LONG_STEP_TOKENS).powi(-2) * decays[at + 1..].iter().product::<f64>())

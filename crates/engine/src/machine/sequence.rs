@@ -14,7 +14,7 @@ pub(super) type Due = (i32, u64, Order);
 /// The requests of one account that rank equally across accounts: this rank, and the account. Flows of one rank take turns.
 pub(super) type Flow = (i32, Arc<str>);
 
-/// The request to which a sequence belongs: the properties that decide about the sequence's place in the fair order.
+/// The request to which a sequence belongs: the properties that determine the sequence's place in the fair order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     pub account: Arc<str>,

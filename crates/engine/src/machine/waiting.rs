@@ -24,8 +24,8 @@ pub(super) struct Queued {
     /// The earlier job that is expected to compute the longest prefix of this prompt, and the length of this prefix in blocks; `None` if no
     /// such job was found when the sequence was queued.
     pub expected_prefix: Option<(JobId, usize)>,
-    /// The in-flight sequence that will produce the next blocks of this sequence, which is not admitted before that; `None` if there is no such
-    /// sequence.
+    /// The in-flight sequence that will produce the next blocks of this sequence; `None` if there is no such sequence. This sequence is
+    /// admitted only after these blocks are produced, or after the wait for them has ended.
     pub prefix_owner: Option<PrefixOwner>,
 }
 

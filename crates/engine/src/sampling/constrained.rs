@@ -21,7 +21,7 @@ pub(super) struct Constrained {
     /// The account to which the time of the masks is charged.
     account: Arc<str>,
     is_complete: bool,
-    /// Whether a step has sampled before the mask was ready.
+    /// Whether a step sampled this sequence's token before the mask was ready.
     is_late: AtomicBool,
 }
 

@@ -50,7 +50,7 @@ impl MaskThreads {
     /// Starts `count` threads, which notify `wake` after each mask.
     ///
     /// # Errors
-    /// The system cannot start so many threads.
+    /// Fails if the system cannot start this many threads.
     pub fn start(count: usize, wake: Arc<Notify>) -> io::Result<Self> {
         Self::start_with(count, wake, Matcher::mask)
     }
@@ -108,8 +108,8 @@ impl Queue {
     }
 }
 
-/// A queue that is fair to accounts: the next job belongs to the account with the fewest running jobs; of several, to the one with the least used
-/// time.
+/// A queue that is fair to accounts: the next job belongs to the account with the fewest running jobs; among accounts with equally many, to
+/// the account that has used the least time.
 struct Turns<T> {
     accounts: BTreeMap<Arc<str>, Share<T>>,
     /// The greatest used time of an account whose job was started. An account that has had no jobs for a while is treated as if it had used this
@@ -142,7 +142,7 @@ impl<T> Turns<T> {
         let (account, job) = (Arc::clone(account), share.queued.pop_front()?);
         share.running += 1;
         self.clock = self.clock.max(share.used);
-        // The entry of an idle account is removed once the clock has reached its used time.
+        // An idle account's entry is removed once `clock` has reached the time that the account has used.
         self.accounts.retain(|_, share| !share.queued.is_empty() || share.running > 0 || share.used > self.clock);
         Some((account, job))
     }

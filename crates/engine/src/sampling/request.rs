@@ -26,9 +26,9 @@ impl SampleRequest<'_> {
         self.sampler.sample(row, self.position)
     }
 
-    /// Samples one of these tokens, which are in the order of their ids, as [`SampleRequest::on_host`] does from a row in which all other tokens are
-    /// too unlikely to be sampled at a temperature of at most 1. Returns `None` if other tokens may be sampled or are needed: with logprobs,
-    /// penalties, biases or bans, or at a higher temperature.
+    /// Samples a token from `candidates`, which are sorted by token id. The result equals that of [`SampleRequest::on_host`] for a row of
+    /// logits in which all other tokens are too unlikely to be sampled at a temperature of at most 1. Returns `None` if other tokens may be
+    /// sampled or are needed: with logprobs, penalties, biases or bans, or at a higher temperature.
     pub fn among(&self, candidates: &[(TokenId, f32)]) -> Option<SampledToken> {
         let Sampler { sampling, constrained, .. } = self.sampler;
         let is_plain = sampling.temperature <= 1.0

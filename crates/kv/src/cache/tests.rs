@@ -197,7 +197,7 @@ fn acquire_allocates_all_blocks_or_none() {
 }
 
 #[test]
-fn failed_acquire_does_not_refresh_the_found_blocks() {
+fn failed_acquire_does_not_change_the_eviction_order() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);

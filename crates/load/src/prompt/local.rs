@@ -1,4 +1,4 @@
-//! A tokenizer in a file of this machine.
+//! A tokenizer that is read from a local file.
 
 use super::CountTokens;
 use std::path::{Path, PathBuf};
@@ -8,15 +8,15 @@ use tokenizers::Tokenizer;
 #[derive(Clone, Debug)]
 pub struct LocalTokenizer(Tokenizer);
 
-/// Why a tokenizer cannot be used.
+/// The reason why a tokenizer cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalTokenizerError {
-    /// The file cannot be read, or is no tokenizer.
+    /// The file cannot be read, or does not contain a tokenizer.
     #[error("{} is not a tokenizer; name a tokenizer.json of Hugging Face, or a folder that has one: {source}", path.display())]
     Open {
         /// The path of the file.
         path: PathBuf,
-        /// The reason.
+        /// The error of the tokenizer library.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A text cannot be encoded.
@@ -28,16 +28,13 @@ impl LocalTokenizer {
     /// Opens a file, or the `tokenizer.json` of a folder.
     ///
     /// # Errors
-    /// The file cannot be read, or is no tokenizer.
+    /// Fails if the file cannot be read, or does not contain a tokenizer.
     pub fn open(path: &Path) -> Result<Self, LocalTokenizerError> {
         let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
         Tokenizer::from_file(&path).map(Self).map_err(|source| LocalTokenizerError::Open { path, source })
     }
 
-    /// Returns the number of tokens of a text, without those that a server adds.
-    ///
-    /// # Errors
-    /// The text cannot be encoded.
+    /// Returns the number of tokens in a text, not counting tokens that a server adds.
     pub fn tokens(&self, text: &str) -> Result<u64, LocalTokenizerError> {
         self.encoded(text, false)
     }

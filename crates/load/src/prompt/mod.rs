@@ -1,7 +1,7 @@
-//! Prompts for traces that have lengths and ids of blocks instead of text.
+//! Makes prompts for traces whose rows have lengths and block ids instead of text.
 //!
-//! A block's text follows from its id, so prompts share text where they share ids. Each text is made of *words*: strings that the server's
-//! tokenizer encodes as one token each, whatever is before and after them. So a text can be cut to a number of tokens exactly.
+//! A block's text is determined by its id, so prompts with the same ids have the same text there. Each text is made of *words*: strings that
+//! the server's tokenizer encodes as one token each, whatever is before and after them. So a text can be cut to a number of tokens exactly.
 
 mod local;
 mod words;
@@ -13,21 +13,21 @@ use crate::trace::TraceBlocks;
 use fastrand::Rng;
 use words::PromptWords;
 
-/// How the prompts of traces without text are made.
+/// The form in which the prompts of traces without text are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PromptKind {
-    /// A prompt is the text of a completion.
+    /// The prompt is the text of a completion request.
     Text,
-    /// A prompt is the text of a chat's only message. The chat template adds tokens.
+    /// The prompt is the text of the only message in a chat request. The chat template adds tokens.
     Chat,
-    /// A prompt is a list of token ids of a completion.
+    /// The prompt is a list of token ids in a completion request.
     Ids {
-        /// The size of the vocabulary: all ids are below it.
+        /// The size of the vocabulary. All generated ids are below it.
         vocabulary: u32,
     },
 }
 
-/// Makes prompts.
+/// Makes the prompts of a trace's rows.
 #[derive(Clone, Debug)]
 pub(crate) struct PromptMaker {
     vocabulary: PromptVocabulary,
@@ -38,11 +38,11 @@ pub(crate) struct PromptMaker {
 #[derive(Clone, Debug)]
 enum PromptVocabulary {
     Text(PromptWords),
-    /// A prompt is made of token ids below this number.
+    /// Prompts consist of token ids below this number.
     Ids(u32),
 }
 
-/// A prompt, as `/v1/completions` takes it.
+/// A prompt in one of the forms that `/v1/completions` accepts.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(untagged)]
 pub(crate) enum MadePrompt {
@@ -51,15 +51,15 @@ pub(crate) enum MadePrompt {
 }
 
 impl PromptMaker {
-    /// Makes prompts of text, for the tokenizer that `count` asks.
+    /// Returns a maker of text prompts for the tokenizer that `count` uses.
     ///
     /// # Errors
-    /// The tokenizer does not answer, or no words were found for it.
+    /// Fails if the tokenizer cannot count a text, or if no words were found for it.
     pub(crate) async fn text<C: CountTokens>(count: &C, seed: u64, block_tokens: u64) -> Result<Self, WordsError<C::Error>> {
         Ok(Self { vocabulary: PromptVocabulary::Text(PromptWords::find(count, seed).await?), seed, block_tokens })
     }
 
-    /// Makes prompts of token ids below `vocabulary`.
+    /// Returns a maker of prompts that consist of token ids below `vocabulary`.
     pub(crate) fn ids(vocabulary: u32, seed: u64, block_tokens: u64) -> Self {
         Self { vocabulary: PromptVocabulary::Ids(vocabulary), seed, block_tokens }
     }
@@ -85,7 +85,7 @@ impl PromptMaker {
                 parts.for_each(|(mut rng, tokens)| words.write(&mut text, &mut rng, tokens));
                 MadePrompt::Text(text)
             }
-            // The lowest ids are often special tokens and single bytes.
+            // The lowest ids are not used, because they are often special tokens or single bytes.
             PromptVocabulary::Ids(vocabulary) => {
                 let ids = parts.flat_map(|(mut rng, tokens)| (0..tokens).map(move |_| rng.u32(vocabulary / 100..*vocabulary)));
                 MadePrompt::Ids(ids.collect())
@@ -94,7 +94,7 @@ impl PromptMaker {
     }
 }
 
-/// Returns a seed for a block: splitmix64's finaliser spreads ids that follow each other.
+/// Returns the random seed of a block's text. The finaliser of splitmix64 makes the seeds of consecutive ids independent.
 fn mixed(seed: u64, kind: u64, id: u64) -> u64 {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ id.wrapping_add(kind << 62);
     state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -128,7 +128,7 @@ mod tests {
             let prompts = prompts(&fake).await;
             for (length, ids) in [(1, &[5][..]), (31, &[5]), (32, &[5]), (33, &[5, 6]), (64, &[5, 6]), (70, &[5, 6]), (32, &[])] {
                 let text = text(prompts.prompt(9, &blocks(length, ids)));
-                // A prompt cannot be shorter than what the server adds.
+                // A prompt has at least the tokens that the server adds.
                 assert_eq!(fake.tokens(&text), length.max(fake.lead), "{fake:?} {length} {ids:?}: {text:?}");
             }
         }
@@ -141,7 +141,7 @@ mod tests {
         let (one, other) = (of(0, &[1, 2, 3]), of(1, &[1, 2, 4]));
         assert_ne!(one, other);
         let shared = one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
-        // The two prompts share 63 words after the leading token, and perhaps the beginning of the next word.
+        // The two prompts have 63 words in common after the leading token, and perhaps the first letters of the next word.
         let words = one[..shared].split_whitespace().count();
         assert!((63..70).contains(&words), "{words} words are shared");
         assert_eq!(of(0, &[1, 2]), of(8, &[1, 2]));

@@ -1,33 +1,33 @@
-//! The strings of which texts are made, found with the tokenizer that will count them.
+//! Finds the strings of which prompts are made, with the tokenizer that will count their tokens.
 
 use fastrand::Rng;
 use std::error::Error;
 
-/// Frequent words of English. Most tokenizers have nearly all of them, with a space before them, as tokens.
+/// Frequent English words. In most tokenizers, nearly all of them are single tokens if a space precedes them.
 const WORDS: &str = include_str!("words.txt");
-/// The candidates for tokenizers without words, such as those whose tokens are bytes.
+/// The candidates for tokenizers in which words are not single tokens, such as those whose tokens are bytes.
 const LETTERS: &str = "abcdefghijklmnopqrstuvwxyz";
-/// The minimum number of words. With fewer, blocks with different ids could begin with the same text.
+/// The minimum number of words. With fewer words, blocks with different ids could begin with the same text.
 const WORDS_MIN: usize = 16;
-/// The numbers of tokens of the texts with which words are checked.
+/// The lengths, in tokens, of the texts with which the words are checked.
 const CHECKED: [u64; 4] = [1, 100, 700, 3_000];
 
-/// A tokenizer that can be asked how many tokens a text has.
+/// A tokenizer that counts the tokens of a text.
 pub trait CountTokens {
-    /// Why the tokenizer has no answer.
+    /// The error of a tokenizer that cannot count a text.
     type Error: Error + Send + Sync + 'static;
 
-    /// Returns the number of tokens of a prompt with this text, including those that the server adds.
+    /// Returns the number of tokens in a prompt with this text, including tokens that the server adds.
     fn count(&self, text: &str) -> impl Future<Output = Result<u64, Self::Error>> + Send;
 }
 
-/// Why no words were found.
+/// The reason why no words were found.
 #[derive(Debug, thiserror::Error)]
 pub enum WordsError<E: Error + 'static> {
-    /// The tokenizer has no answer.
+    /// The tokenizer cannot count a text.
     #[error(transparent)]
     CountTokens(#[from] E),
-    /// The tokenizer joins even single letters in ways that depend on their neighbours.
+    /// The tokenizer joins even single letters, depending on their neighbours, so no text has a predictable number of tokens.
     #[error(
         "no prompts of an exact length can be made for this tokenizer, because it joins consecutive words and letters; send token ids with \
          --prompt ids"
@@ -35,7 +35,7 @@ pub enum WordsError<E: Error + 'static> {
     None,
 }
 
-/// Strings of one token each.
+/// Strings that are one token each, whatever is before and after them.
 #[derive(Clone, Debug)]
 pub(super) struct PromptWords {
     words: Vec<String>,
@@ -44,7 +44,7 @@ pub(super) struct PromptWords {
 }
 
 impl PromptWords {
-    /// Finds the words of a tokenizer, and checks them with texts made of them.
+    /// Finds words for a tokenizer, and checks them by counting texts that are made of them.
     pub(super) async fn find<C: CountTokens>(tokenizer: &C, seed: u64) -> Result<Self, WordsError<C::Error>> {
         let words = WORDS.split_whitespace().map(|word| format!(" {word}")).collect();
         let letters = LETTERS.chars().map(String::from).collect();
@@ -56,12 +56,13 @@ impl PromptWords {
         Err(WordsError::None)
     }
 
-    /// Returns those candidates that are one token each; `None` if there are too few, or if their token counts do not add up.
+    /// Returns the candidates that are one token each. Returns `None` if these are too few, or if the token count of a text is not the sum of
+    /// its words' counts.
     async fn among<C: CountTokens>(tokenizer: &C, candidates: Vec<String>, seed: u64) -> Result<Option<Self>, C::Error> {
         let text = candidates.concat();
         let (once, twice) = (tokenizer.count(&text).await?, tokenizer.count(&text.repeat(2)).await?);
         let Some(lead) = (2 * once).checked_sub(twice) else { return Ok(None) };
-        // Most of the candidates have several tokens.
+        // Most of the candidates consist of several tokens.
         if once.saturating_sub(lead) > candidates.len() as u64 * 3 / 2 {
             return Ok(None);
         }
@@ -89,7 +90,7 @@ impl PromptWords {
         Ok(Some(words))
     }
 
-    /// Appends a text of this many tokens.
+    /// Appends random words until this many tokens are appended.
     pub(super) fn write(&self, text: &mut String, rng: &mut Rng, tokens: u64) {
         for _ in 0..tokens {
             text.push_str(&self.words[rng.usize(..self.words.len())]);
@@ -111,10 +112,10 @@ pub(super) mod tests {
 
     #[derive(Clone, Debug)]
     enum Kind {
-        /// A word is one token if it has at most four letters, else two.
+        /// A word of at most four letters is one token, and a longer word is two.
         Words,
         Bytes,
-        /// Every seven bytes are one token, so that the number of tokens depends on where a text begins.
+        /// Every seven bytes are one token, so the number of tokens depends on where a text begins.
         Runs,
     }
 

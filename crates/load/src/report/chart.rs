@@ -1,23 +1,23 @@
-//! Charts: figures in, coordinates of an SVG of a fixed size out. The template of the page draws them.
+//! Computes charts: turns figures into coordinates of an SVG of a fixed size, which the page's template draws.
 
 use super::format::decimal;
 use serde::Serialize;
 
-/// The size of a chart in the units of its coordinates.
+/// The size of a chart, in SVG units.
 const WIDTH: f64 = 480.0;
 const HEIGHT: f64 = 220.0;
 const LEFT: f64 = 68.0;
 const RIGHT: f64 = 14.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 26.0;
-/// The number of horizontal lines above the bottom.
+/// The number of horizontal grid lines above the bottom line.
 const TICKS: u32 = 4;
-/// A line of at most this many points has a dot at each of them.
+/// A line with at most this many points shows a dot at each point.
 const DOTS_MAX: usize = 24;
-/// The number of colours that the page has.
+/// The number of line colours that the page defines.
 pub(super) const COLOURS: usize = 8;
 
-/// A chart with positions that can be drawn.
+/// A chart whose positions are SVG coordinates.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Chart {
     title: String,
@@ -30,7 +30,7 @@ pub(super) struct Chart {
     lines: Vec<ChartLine>,
 }
 
-/// A mark of an axis.
+/// A labelled mark on an axis.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Tick {
     at: f64,
@@ -51,36 +51,37 @@ struct ChartLine {
 #[derive(Clone, Debug)]
 pub(super) struct Series {
     pub(super) name: String,
-    /// The index of the report that the line belongs to, which selects its colour.
+    /// The index of the report to which the line belongs. It selects the colour.
     pub(super) report: usize,
     pub(super) dashed: bool,
     /// Pairs of x and y in ascending order of x.
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// The horizontal axis: its marks, each at a position with a text. The first and the last one are its ends.
+/// The horizontal axis: its marks, each with a position and a label. The first and the last mark are the ends of the axis.
 pub(super) struct Axis(pub(super) Vec<(f64, String)>);
 
 impl Axis {
-    /// Returns an axis of seconds from 0.
+    /// Returns an axis in seconds from 0 to `to`.
     pub(super) fn seconds(to: f64) -> Self {
         let text = |seconds: f64| format!("{} s", decimal(seconds).trim_end_matches(".00").trim_end_matches(".0"));
         Self(vec![(0.0, "0 s".to_owned()), (to / 2.0, text(to / 2.0)), (to, text(to))])
     }
 
-    /// Returns an axis of percentiles, at the positions of [`percentile_at`].
+    /// Returns an axis of percentiles, whose positions [`percentile_at`] computes.
     pub(super) fn percentiles() -> Self {
         let marks = [(0.0, "0"), (50.0, "p50"), (90.0, "p90"), (99.0, "p99"), (100.0, "max")];
         Self(marks.map(|(percent, text)| (percentile_at(percent), text.to_owned())).to_vec())
     }
 }
 
-/// Returns the position of a percentile: each further nine takes as much space as the one before.
+/// Returns the position of a percentile. The distances from p0 to p90, from p90 to p99 and from p99 to p99.9 are equal.
 pub(super) fn percentile_at(percent: f64) -> f64 {
     -(1.0 - percent / 100.0).max(10_f64.powf(-3.4)).log10()
 }
 
-/// Draws lines over an axis; `None` if no line has a point. `max` is the top of the vertical axis, which otherwise follows from the points.
+/// Returns a chart of these lines over an axis; `None` if no line has a point. `max` is the top of the vertical axis; if it is `None`, the
+/// top follows from the points.
 pub(super) fn chart(title: &str, axis: &Axis, max: Option<f64>, format: fn(f64) -> String, series: &[Series]) -> Option<Chart> {
     let values = series.iter().flat_map(|line| line.points.iter().map(|(_, y)| *y));
     let greatest = values.fold(None, |greatest: Option<f64>, y| Some(greatest.map_or(y, |other| other.max(y))))?;
@@ -131,7 +132,7 @@ fn nice_max(value: f64) -> f64 {
     [1.0, 2.0, 5.0, 10.0].map(|step| step * power).into_iter().find(|step| *step >= value * 0.999_999).unwrap_or(10.0 * power)
 }
 
-/// A tenth of a unit is less than a pixel.
+/// Rounds a position to a tenth of an SVG unit, which is less than a pixel.
 fn round(position: f64) -> f64 {
     (position * 10.0).round() / 10.0
 }
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn top_of_the_axis_is_a_round_number() {
+    fn top_of_the_vertical_axis_is_a_round_number() {
         for (value, top) in
             [(0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.1, 2.0), (4.0, 5.0), (5.1, 10.0), (1234.0, 2000.0), (f64::NAN, 1.0)]
         {
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn axis_has_equal_distances_between_p0_p90_p99_and_p99_9() {
+    fn percentile_axis_has_equal_distances_between_p0_p90_p99_and_p99_9() {
         let at: Vec<f64> = [0.0, 90.0, 99.0, 99.9].map(percentile_at).to_vec();
         for (found, expected) in at.iter().zip([0.0, 1.0, 2.0, 3.0]) {
             assert!((found - expected).abs() < 1e-9, "{at:?}");

@@ -1,24 +1,24 @@
-//! Distributions of times: the only place in which percentiles are computed.
+//! Distributions of times. Percentiles are computed only in this module.
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::time::Duration;
 
-/// Three significant digits: a percentile is at most 0.1% from the exact one, at any number of values.
+/// The number of significant digits: a percentile differs from the exact value by at most 0.1%, however many values there are.
 const DIGITS: u8 = 3;
-/// The longest time that is kept, in microseconds: a day. A longer one is recorded as this long.
+/// The longest time that can be recorded, in microseconds: a day. A longer time is recorded as a day.
 const LONGEST_US: u64 = 24 * 60 * 60 * 1_000_000;
-/// The percentiles of a curve.
+/// The percentiles at which a distribution's curve has points.
 const CURVE: [f64; 22] = [
     0.0, 1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 75.0, 80.0, 85.0, 90.0, 92.5, 95.0, 97.0, 98.0, 99.0, 99.5, 99.9,
     100.0,
 ];
 
-/// A set of times, in memory that does not grow with their number.
+/// A set of times, in memory whose size does not depend on the number of times.
 #[derive(Clone, Debug)]
 pub(super) struct Distribution {
     histogram: Histogram<u64>,
-    /// The exact sum, for the mean. The histogram has only rounded values.
+    /// The exact sum of the times, from which the mean is computed. The histogram's values are rounded.
     sum: Duration,
     max_us: u64,
 }
@@ -38,7 +38,7 @@ pub struct TimeSummary {
     pub p99_ms: f64,
     /// The longest time.
     pub max_ms: f64,
-    /// Pairs of a percentile and its milliseconds, in ascending order, for plots.
+    /// The curve of the distribution, for plots: pairs of a percentile and its time in milliseconds, in ascending order.
     pub curve: Vec<(f64, f64)>,
 }
 
@@ -63,14 +63,14 @@ impl Distribution {
         self.sum = self.sum.saturating_add(time.saturating_mul(count));
     }
 
-    /// Returns mean and percentiles; `None` without times.
+    /// Returns the mean and the percentiles; `None` if there are no times.
     pub(super) fn summary(&self) -> Option<TimeSummary> {
         let count = self.histogram.len();
         if count == 0 {
             return None;
         }
         let max_us = self.max_us;
-        // The histogram returns the upper end of the range of times that it counts together.
+        // The histogram counts similar times together and returns the upper end of their range, which may exceed the longest time.
         let percentile = |percent: f64| self.histogram.value_at_percentile(percent).min(max_us) as f64 / 1e3;
         Some(TimeSummary {
             count,
@@ -89,12 +89,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_those_of_sorted_values() {
+    fn percentiles_match_the_sorted_values() {
         let mut state = 7_u64;
         let mut times: Vec<u64> = (0..5_000)
             .map(|_| {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                // From microseconds to minutes, so that all ranges of the histogram are used.
+                // The values range from microseconds to minutes, so all ranges of the histogram are used.
                 1 << (state >> 59) | (state >> 40 & 0xfff)
             })
             .collect();
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_distribution_has_no_percentiles_and_extreme_times_are_kept() {
+    fn empty_distribution_has_no_percentiles_and_extreme_times_are_recorded() {
         let mut distribution = Distribution::default();
         assert_eq!(distribution.summary(), None);
         distribution.add(Duration::ZERO);

@@ -1,6 +1,6 @@
-//! Numbers as text, for people.
+//! Formats numbers for human readers.
 
-/// Returns a whole number with separators: `12,345`.
+/// Returns a whole number with thousands separators: `12,345`.
 pub(super) fn whole(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();

@@ -1,4 +1,5 @@
-//! The report of a run: outcomes in; a table, JSON or an HTML page out. Its times are those of a real or of a simulated clock.
+//! Makes the report of a run from the outcomes of its requests, as a table, JSON or an HTML page. The times may come from a real clock or
+//! from a simulation.
 //!
 //! ```
 //! use std::time::Duration;
@@ -40,9 +41,9 @@ use serde::Serialize;
 /// The figures of one run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// The name of the run, which distinguishes it from others in one comparison.
+    /// The name of the run, which distinguishes it from other runs in a comparison.
     pub name: String,
-    /// The settings of the run, and what else the reader should know.
+    /// The settings of the run, and other facts that help to interpret its figures.
     pub facts: Vec<Fact>,
     /// The time from the beginning of the run to the end of its last request.
     pub seconds: f64,
@@ -50,23 +51,23 @@ pub struct Report {
     pub requests: Requests,
     /// The failures by class.
     pub errors: Vec<ErrorCount>,
-    /// The time from when a request should have been sent to its first token; `None` if no token arrived.
+    /// The TTFT, counted from the time at which a request was due; `None` if no token arrived.
     pub ttft: Option<TimeSummary>,
-    /// The time between two tokens of an answer.
+    /// The time between two consecutive tokens of an answer; `None` if no answer has two tokens.
     pub itl: Option<TimeSummary>,
-    /// The time from when a request should have been sent to the end of its answer.
+    /// The time from when a request was due to the end of its answer; `None` if no answer is complete.
     pub e2e: Option<TimeSummary>,
-    /// The requests that met the service levels; `None` if none were set.
+    /// The requests that met the service levels; `None` if no service levels were set.
     pub goodput: Option<Goodput>,
-    /// The tokens of all complete answers.
+    /// The token counts of all complete answers and their prompts.
     pub tokens: Tokens,
-    /// How late requests were sent, compared with when they were due.
+    /// How much later than due the requests were sent.
     pub late: Late,
-    /// How evenly the load was spread; `None` if the workers are not known.
+    /// How evenly the load was divided among the workers; `None` if the workers are not known.
     pub balance: Option<Balance>,
     /// The share of each worker in the load; empty if the workers are not known.
     pub workers: Vec<WorkerShare>,
-    /// The course of the run.
+    /// The figures of the run over time.
     pub timeline: Timeline,
 }
 
@@ -86,73 +87,73 @@ impl Fact {
     }
 }
 
-/// The number of requests of a run.
+/// The numbers of requests of a run, by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Requests {
-    /// All requests.
+    /// The number of requests that were sent.
     pub sent: u64,
-    /// The requests with a complete answer.
+    /// The number of requests with a complete answer.
     pub answered: u64,
-    /// The requests that failed.
+    /// The number of requests that failed.
     pub failed: u64,
-    /// The requests in flight when the run was stopped.
+    /// The number of requests that were in flight when the run was stopped.
     pub stopped: u64,
-    /// The complete answers per second.
+    /// The number of complete answers per second.
     pub answered_per_second: f64,
 }
 
 /// The failures of one class.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ErrorCount {
-    /// The class, such as `HTTP status 503`.
+    /// The name of the class, such as `HTTP status 503`.
     pub class: String,
-    /// The number of failures.
+    /// The number of failures of this class.
     pub count: u64,
-    /// The message of the first one.
+    /// The message of the first failure of this class.
     pub example: String,
 }
 
 /// The requests that met all service levels that were set.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Goodput {
-    /// The maximum time to first token.
+    /// The service level: the maximum time to first token.
     pub slo_ttft_ms: Option<f64>,
-    /// The maximum mean time between the tokens of an answer.
+    /// The service level: the maximum mean time between the tokens of an answer.
     pub slo_itl_ms: Option<f64>,
-    /// The maximum time to the end of the answer.
+    /// The service level: the maximum time to the end of the answer.
     pub slo_e2e_ms: Option<f64>,
-    /// The number of requests that met all of these levels.
+    /// The number of requests that met all levels that were set.
     pub requests: u64,
-    /// The number of these requests per second.
+    /// The number of requests per second that met all levels.
     pub per_second: f64,
-    /// The share of these requests in all that were answered or failed.
+    /// The fraction of the answered and failed requests that met all levels, from 0 to 1.
     pub share: f64,
 }
 
-/// The tokens of all complete answers and their prompts.
+/// The token counts of all complete answers and their prompts.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Tokens {
     /// The number of prompt tokens.
     pub prompt: u64,
-    /// The prompt tokens per second.
+    /// The number of prompt tokens per second.
     pub prompt_per_second: f64,
     /// The number of generated tokens.
     pub output: u64,
-    /// The generated tokens per second.
+    /// The number of generated tokens per second.
     pub output_per_second: f64,
-    /// The cached tokens that the server marks as counted by the worker that computed the prompt.
+    /// The number of cached tokens that the server marks as counted by the worker that computed the prompt.
     pub cached_counted: u64,
-    /// The cached tokens that the server marks as estimated.
+    /// The number of cached tokens that the server marks as estimated.
     pub cached_estimated: u64,
-    /// The cached tokens that the server reports without such a mark.
+    /// The number of cached tokens that the server reports without either mark.
     pub cached_unmarked: u64,
-    /// The prompt tokens of the answers whose number of cached tokens is known.
+    /// The number of prompt tokens in the requests whose number of cached tokens is known.
     pub prompt_with_cached: u64,
-    /// The answers whose number of cached tokens is not known.
+    /// The number of answers whose number of cached tokens is not known.
     pub answers_without_cached: u64,
-    /// The number of answers whose prompt has another number of tokens than the trace specifies.
+    /// The number of answers whose prompt does not have the number of tokens that the trace specifies.
     pub other_prompt_length: u64,
-    /// The number of answers that have another number of tokens than the trace specifies.
+    /// The number of answers that do not have the number of tokens that the trace specifies.
     pub other_answer_length: u64,
 }
 
@@ -162,31 +163,31 @@ impl Tokens {
         self.cached_counted + self.cached_estimated + self.cached_unmarked
     }
 
-    /// Returns the share of prompt tokens that were cached, over the prompts whose number of cached tokens is known.
+    /// Returns the fraction of prompt tokens that were cached. Only prompts whose number of cached tokens is known are counted.
     pub fn hit_rate(&self) -> Option<f64> {
         (self.prompt_with_cached > 0).then(|| self.cached() as f64 / self.prompt_with_cached as f64)
     }
 }
 
-/// How late requests were sent, compared with when they were due.
+/// How much later than due the requests were sent.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Late {
-    /// The requests that were sent more than 10 ms late.
+    /// The number of requests that were sent more than 10 ms late.
     pub requests: u64,
     /// The delays of all requests.
     pub lateness: Option<TimeSummary>,
 }
 
-/// How evenly the load was spread: the load of the busiest worker divided by the mean. 1 is even.
+/// How evenly the load was divided: the load of the busiest worker divided by the mean load. 1 means that all loads are equal.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Balance {
-    /// The balance of computed prompt tokens, over the workers that compute prompts; `None` if they computed none.
+    /// The balance of computed prompt tokens among the workers that compute prompts; `None` if no prompt token was computed.
     pub computed_max_to_mean: Option<f64>,
-    /// The balance of generated tokens, over the workers that generate; `None` if they generated none.
+    /// The balance of generated tokens among the workers that generate; `None` if no token was generated.
     pub output_max_to_mean: Option<f64>,
 }
 
-/// One worker's share of the load.
+/// One worker's share in the load.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct WorkerShare {
     /// The worker's name.
@@ -197,24 +198,25 @@ pub struct WorkerShare {
     pub decodes: bool,
     /// The number of prompts that the worker computed.
     pub prompts: u64,
-    /// The tokens of these prompts, cached ones included.
+    /// The number of tokens in these prompts, including cached ones.
     pub prompt_tokens: u64,
-    /// The cached tokens of these prompts.
+    /// The number of cached tokens in these prompts.
     pub cached_tokens: u64,
     /// The number of answers that the worker generated.
     pub answers: u64,
-    /// The tokens of these answers.
+    /// The number of tokens in these answers.
     pub output_tokens: u64,
 }
 
 impl WorkerShare {
-    /// Returns the prompt tokens that the worker computed.
+    /// Returns the number of prompt tokens that the worker computed.
     pub fn computed_tokens(&self) -> u64 {
         self.prompt_tokens.saturating_sub(self.cached_tokens)
     }
 }
 
-/// Returns the reports as JSON: `{"reports": [{"name": …}, …]}`, with a newline at the end. `plan` is the search that the reports are from.
+/// Returns the reports as JSON, `{"reports": [{"name": …}, …]}`, with a newline at the end. If the reports come from a search for the
+/// smallest cluster, `plan` is its result.
 pub fn json(plan: Option<&PlanSummary>, reports: &[Report]) -> String {
     #[derive(Serialize)]
     struct Document<'a> {

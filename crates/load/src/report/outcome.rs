@@ -2,43 +2,43 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-/// One request that was sent, and its end. All times are counted from the beginning of the run.
+/// The outcome of one request. All times are counted from the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RequestOutcome {
-    /// When the request should have been sent. In an open loop this is its time in the trace; in a closed loop, the time at which it was
-    /// sent.
+    /// The time at which the request was due. In an open loop it follows from the trace; in a closed loop it is the time at which the request
+    /// was sent.
     pub due: Duration,
-    /// When the request was sent.
+    /// The time at which the request was sent.
     pub sent: Duration,
-    /// When the answer was complete, or the request failed.
+    /// The time at which the answer was complete or the request failed.
     pub ended: Duration,
-    /// The numbers of tokens that prompt and answer should have.
+    /// The expected numbers of tokens in the prompt and in the answer.
     pub expected: Expected,
-    /// The complete answer, or why there is none.
+    /// The complete answer, or the reason why there is none.
     pub result: Result<MeasuredAnswer, Failure>,
 }
 
-/// The numbers of tokens that a request should have, as its trace says.
+/// The numbers of tokens that a trace specifies for a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Expected {
-    /// The tokens of the prompt; `None` if any number is right.
+    /// The number of tokens in the prompt; `None` if the trace does not specify it.
     pub prompt_tokens: Option<u64>,
-    /// The tokens of the answer; `None` if any number is right.
+    /// The number of tokens in the answer; `None` if the trace does not specify it.
     pub output_tokens: Option<u64>,
 }
 
-/// A complete answer.
+/// The measurements of a complete answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MeasuredAnswer {
-    /// When the first token arrived; `None` if the answer has no token.
+    /// The time at which the first token arrived; `None` if the answer has no token.
     pub first_token: Option<Duration>,
-    /// The times between the tokens that followed, in order.
+    /// The times between consecutive tokens, in order.
     pub gaps: Vec<Gap>,
-    /// The prompt's tokens, as the server counted them; `None` if it did not report them.
+    /// The number of prompt tokens, as the server counted them; `None` if the server did not report it.
     pub prompt_tokens: Option<u64>,
-    /// The generated tokens.
+    /// The number of generated tokens.
     pub output_tokens: u64,
-    /// The prompt's cached tokens.
+    /// The number of cached prompt tokens.
     pub cached: CachedCount,
     /// The worker that computed the prompt; `None` if the answer does not name it.
     pub prefill_worker: Option<Arc<str>>,
@@ -46,7 +46,7 @@ pub struct MeasuredAnswer {
     pub decode_worker: Option<Arc<str>>,
 }
 
-/// One or more equal times between two tokens that follow each other.
+/// One or more gaps of equal length between consecutive tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gap {
     /// The time between one token and the next.
@@ -55,26 +55,26 @@ pub struct Gap {
     pub count: u32,
 }
 
-/// The number of a prompt's cached tokens, and its source.
+/// The number of a prompt's cached tokens, and how it is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CachedCount {
     /// The server marks the number as counted by the worker that computed the prompt.
     Counted(u64),
     /// The server marks the number as an estimate.
     Estimated(u64),
-    /// The server reports a number without such a mark.
+    /// The server reports the number without either mark.
     Unmarked(u64),
     /// The server does not report cached tokens.
     #[default]
     Unknown,
 }
 
-/// Why a request has no complete answer.
+/// The reason why a request has no complete answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// The class by which failures are counted.
     pub class: FailureClass,
-    /// One sentence about this failure.
+    /// A message about this failure, in one sentence.
     pub message: String,
 }
 
@@ -83,9 +83,9 @@ pub struct Failure {
 pub enum FailureClass {
     /// The server answered with this HTTP status.
     Status(u16),
-    /// The server could not be reached, or the connection was lost before the answer began.
+    /// The server was unreachable, or the connection was lost before the answer began.
     Connection,
-    /// The answer was not complete in time.
+    /// The answer was not complete within the time limit.
     Timeout,
     /// The server reported an error within the stream.
     ErrorEvent,
@@ -112,7 +112,7 @@ impl fmt::Display for FailureClass {
 }
 
 impl CachedCount {
-    /// Returns the number of cached tokens; `None` if it is not known.
+    /// Returns the number of cached tokens; `None` if it is unknown.
     pub fn tokens(self) -> Option<u64> {
         match self {
             Self::Counted(tokens) | Self::Estimated(tokens) | Self::Unmarked(tokens) => Some(tokens),
@@ -122,18 +122,18 @@ impl CachedCount {
 }
 
 impl RequestOutcome {
-    /// Returns the time from when the request should have been sent to its first token.
+    /// Returns the time from when the request was due to its first token; `None` if there is no token.
     pub fn ttft(&self) -> Option<Duration> {
         let first = self.result.as_ref().ok()?.first_token?;
         Some(first.saturating_sub(self.due))
     }
 
-    /// Returns the time from when the request should have been sent to the end of its answer; `None` if it failed.
+    /// Returns the time from when the request was due to the end of its answer; `None` if it failed.
     pub fn e2e(&self) -> Option<Duration> {
         self.result.is_ok().then(|| self.ended.saturating_sub(self.due))
     }
 
-    /// Returns by how much the request was sent later than it was due.
+    /// Returns how much later than due the request was sent.
     pub fn lateness(&self) -> Duration {
         self.sent.saturating_sub(self.due)
     }

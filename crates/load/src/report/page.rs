@@ -1,4 +1,4 @@
-//! Reports as one HTML page that needs no other file: figures, and plots as SVG. It looks like the page at `/dashboard`.
+//! Renders reports as one self-contained HTML page, with figures, and plots as SVG. It has the same design as the page at `/dashboard`.
 
 use super::{
     ErrorCount, Fact, PlanSummary, Report, TimeSummary, WorkerShare,
@@ -13,13 +13,13 @@ use serde::Serialize;
 
 const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
-/// A table with more workers than this would be too long to read; JSON has all of them.
+/// The maximum number of workers in the page's table, which would otherwise be too long to read. The JSON report lists all workers.
 const WORKERS_MAX: usize = 256;
-/// If a run has more workers than this, their loads are lines instead of bars with names.
+/// The maximum number of workers whose loads are shown as bars with names. The loads of more workers are shown as lines.
 const BARS_MAX: usize = 24;
-/// The maximum number of points of a line over time. With more, bursts of requests would hide the trend.
+/// The maximum number of points in a line over time. More points would show single bursts and hide the trend.
 const SPANS_MAX: usize = 60;
-/// The minimum number of these points. Otherwise each of them covers ten requests or more.
+/// The minimum number of these points. A run has more of them only if each covers at least ten requests.
 const SPANS_MIN: usize = 6;
 
 #[derive(Serialize)]
@@ -33,7 +33,7 @@ struct Page<'a> {
     workers: Vec<Vec<String>>,
 }
 
-/// The head of a page about a search.
+/// The head of a page about a search for the smallest cluster.
 #[derive(Serialize)]
 struct PlanPart<'a> {
     result: &'a str,
@@ -42,7 +42,7 @@ struct PlanPart<'a> {
     commands: &'a [String],
 }
 
-/// One report's part of the page.
+/// The section of the page about one report.
 #[derive(Serialize)]
 struct ReportPart<'a> {
     name: &'a str,
@@ -75,11 +75,12 @@ struct Section {
 struct BarChart {
     title: String,
     colour: usize,
-    /// The name of each worker, its value, and the length of its bar as a percentage of the longest one.
+    /// The bars: for each worker its name, its value as text, and the length of its bar in percent of the longest bar.
     bars: Vec<(String, String, f64)>,
 }
 
-/// Returns a page about one run, or a comparison of several; or about a search, with the reports of the clusters that it found.
+/// Returns a page about one run or a comparison of several runs. If `plan` is set, the page is about a search for the smallest cluster, and
+/// the reports are those of the clusters that were found.
 pub fn html(title: &str, plan: Option<&PlanSummary>, reports: &[Report]) -> String {
     let has_bars = reports.iter().all(|report| report.workers.len() <= BARS_MAX);
     let sections = [
@@ -164,7 +165,7 @@ fn tiles(report: &Report) -> Vec<PageTile> {
     tiles
 }
 
-/// Returns the rows of a report in the table of times. With several reports, each row has the report's name.
+/// Returns the report's rows in the table of times. If the page has several reports, `shown_name` is the report's name, which each row shows.
 fn times(report: &Report, shown_name: Option<&str>) -> Vec<Vec<String>> {
     let rows = [("TTFT", &report.ttft), ("ITL", &report.itl), ("E2E", &report.e2e), ("Late start", &report.late.lateness)];
     let row = |(name, summary): (&str, &Option<TimeSummary>)| {
@@ -252,7 +253,8 @@ fn course(reports: &[Report]) -> Vec<Chart> {
     charts.into_iter().flatten().collect()
 }
 
-/// The loads that the page compares between workers: a title, the workers that have this load, and the load.
+/// A load that the page compares between workers: its title, a function that returns whether a worker has this kind of load, and a function
+/// that returns the load.
 type WorkerLoad = (&'static str, fn(&WorkerShare) -> bool, fn(&WorkerShare) -> u64);
 
 const LOADS: [WorkerLoad; 2] = [
@@ -260,7 +262,7 @@ const LOADS: [WorkerLoad; 2] = [
     ("Generated tokens by worker", |worker| worker.decodes, |worker| worker.output_tokens),
 ];
 
-/// Returns each load as a chart with a line for each report, the busiest workers first.
+/// Returns one chart for each kind of load. A chart has a line for each report, with the loads of the report's workers in descending order.
 fn balance(reports: &[Report]) -> Vec<Chart> {
     let of = |(title, takes, load): WorkerLoad| {
         let mut most = 0;
@@ -276,7 +278,7 @@ fn balance(reports: &[Report]) -> Vec<Chart> {
     LOADS.into_iter().filter_map(of).collect()
 }
 
-/// Returns each load of each report as bars, the busiest workers first.
+/// Returns a bar chart for each kind of load and each report, with the busiest workers first.
 fn bars(reports: &[Report]) -> Vec<BarChart> {
     let of = |(title, takes, load): WorkerLoad, at: usize, report: &Report| {
         let mut loads: Vec<(&str, u64)> =
@@ -291,7 +293,7 @@ fn bars(reports: &[Report]) -> Vec<BarChart> {
     LOADS.into_iter().flat_map(|measure| numbered().filter_map(move |(at, report)| of(measure, at, report))).collect()
 }
 
-/// Returns the chart lines of all reports. `lines` returns those of one report, each as whether it is dashed and its points.
+/// Returns the chart lines of all reports. `lines` returns the lines of one report: whether a line is dashed, and its points.
 fn each(reports: &[Report], mut lines: impl FnMut(&Report) -> Vec<(bool, Vec<(f64, f64)>)>) -> Vec<Series> {
     let numbered = reports.iter().enumerate();
     let all = numbered.flat_map(|(index, report)| {

@@ -1,4 +1,4 @@
-//! A search for the smallest cluster: what was found, and each cluster that was tried.
+//! Shows the result of a search for the smallest cluster: the clusters that were found, and each cluster that was tried.
 
 use super::{
     chart::{Axis, Chart, Series, chart},
@@ -10,13 +10,13 @@ use std::collections::BTreeMap;
 /// The result of a search for the smallest cluster that meets service levels.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlanSummary {
-    /// The result in one sentence, without a full stop.
+    /// The result, in one sentence without a full stop.
     pub result: String,
-    /// The share of the requests that must meet the service levels.
+    /// The fraction of the requests that must meet the service levels, from 0 to 1.
     pub required_share: f64,
     /// The clusters that were tried.
     pub tried: Vec<TriedCluster>,
-    /// The next commands.
+    /// The commands that the operator may run next.
     pub commands: Vec<String>,
 }
 
@@ -27,15 +27,15 @@ pub struct TriedCluster {
     pub name: String,
     /// The number of its workers.
     pub workers: usize,
-    /// Whether it has prefill and decode workers, instead of workers that do both.
+    /// Whether the cluster has prefill workers and decode workers, not mixed workers.
     pub is_split: bool,
-    /// The share of the requests that met the service levels; `None` if it is less than half.
+    /// The fraction of the requests that met the service levels; `None` if it is below one half.
     pub share: Option<f64>,
-    /// Whether the share is large enough.
+    /// Whether the share reaches the required share.
     pub meets: bool,
 }
 
-/// Returns the rows of the table of clusters, from the smallest one.
+/// Returns the rows of the table of clusters, the smallest cluster first.
 pub(super) fn rows(plan: &PlanSummary) -> Vec<Vec<String>> {
     let mut tried: Vec<&TriedCluster> = plan.tried.iter().collect();
     tried.sort_by_key(|cluster| (cluster.workers, cluster.is_split));
@@ -46,8 +46,8 @@ pub(super) fn rows(plan: &PlanSummary) -> Vec<Vec<String>> {
     tried.into_iter().map(row).collect()
 }
 
-/// Returns a chart of the share by number of workers: the best cluster of each number and kind, and dashed the required share. `None` if no
-/// share is known.
+/// Returns a chart of the share over the number of workers. It has a line for each kind of cluster, with the best cluster of each size, and a
+/// dashed line at the required share. `None` if no share is known.
 pub(super) fn shares(plan: &PlanSummary) -> Option<Chart> {
     let mut best: [BTreeMap<usize, f64>; 2] = Default::default();
     for cluster in &plan.tried {

@@ -1,4 +1,4 @@
-//! Collects outcomes, in memory that does not grow with their number.
+//! Collects the outcomes of requests, in memory whose size does not depend on their number.
 
 use super::{
     Balance, ErrorCount, Fact, Goodput, Late, Report, Requests, Tokens, WorkerShare,
@@ -8,9 +8,9 @@ use super::{
 };
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-/// A request that is sent more than this time after it was due is reported as late.
+/// A request counts as late if it is sent more than this time after it was due.
 const LATE: Duration = Duration::from_millis(10);
-/// The maximum length of a failure's message that a report has, in characters.
+/// The maximum length in characters of a failure's message in a report.
 const MESSAGE_MAX: usize = 200;
 
 /// The service levels that a request must meet to count towards the goodput.
@@ -45,12 +45,12 @@ pub struct Recorder {
 }
 
 impl Slo {
-    /// Whether any service level is set.
+    /// Returns whether any service level is set.
     pub fn is_set(&self) -> bool {
         *self != Self::default()
     }
 
-    /// Whether the answer meets all service levels that are set. An answer with fewer than two tokens meets the level for the time
+    /// Returns whether the answer meets all service levels that are set. An answer with fewer than two tokens meets the level for the time
     /// between tokens; one without a token does not meet the level for the time to first token.
     pub fn is_met(&self, outcome: &RequestOutcome) -> bool {
         let Ok(answer) = &outcome.result else { return false };
@@ -64,12 +64,12 @@ impl Slo {
 }
 
 impl Recorder {
-    /// Makes a recorder without outcomes.
+    /// Creates a recorder without outcomes.
     pub fn new(slo: Slo) -> Self {
         Self { slo, ..Self::default() }
     }
 
-    /// Adds a worker that may compute prompts or generate, so that it is part of the balance even if it receives no request.
+    /// Adds a worker with its roles, so that the balance includes the worker even if it receives no request.
     pub fn add_worker(&mut self, name: &str, roles: Roles) {
         let share = worker(&mut self.workers, &Arc::from(name));
         share.prefills |= roles.prefills;
@@ -116,7 +116,7 @@ impl Recorder {
         }
     }
 
-    /// Returns the report of the outcomes so far. `facts` are the settings of the run, and what else the reader should know.
+    /// Returns the report of the outcomes so far. `facts` are the settings of the run, and other facts that help to interpret its figures.
     pub fn report(&self, name: impl Into<String>, facts: Vec<Fact>) -> Report {
         let seconds = self.last_end.as_secs_f64();
         let per_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
@@ -128,7 +128,7 @@ impl Recorder {
         let workers: Vec<WorkerShare> = self.workers.values().cloned().collect();
         let goodput = self.slo.is_set().then(|| {
             let ms = |time: Option<Duration>| time.map(|time| time.as_secs_f64() * 1e3);
-            // Requests that were stopped have no outcome that could be good or bad.
+            // A request that was stopped neither met nor missed the service levels, so it is not counted.
             let ended = self.requests - self.stopped;
             Goodput {
                 slo_ttft_ms: ms(self.slo.ttft),
@@ -204,7 +204,7 @@ impl Tokens {
 }
 
 impl Balance {
-    /// Returns the balance between workers; `None` without workers.
+    /// Returns the balance of the load among these workers; `None` if there are no workers.
     fn of(workers: &[WorkerShare]) -> Option<Self> {
         let ratio = |loads: Vec<u64>| {
             let (sum, max) = (loads.iter().sum::<u64>(), loads.iter().max().copied().unwrap_or(0));

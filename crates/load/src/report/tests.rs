@@ -1,4 +1,4 @@
-//! Tests of whole reports: outcomes in, figures, text, JSON and page out.
+//! Tests of whole reports: the figures, the text, the JSON and the page that are made from given outcomes.
 
 use super::*;
 use serde_json::Value;
@@ -8,7 +8,8 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// Returns an answered request: due at `due`, sent `late` later, first token after another 100 ms, then three tokens 10 ms apart.
+/// Returns the outcome of an answered request. It is due at `due` and sent `late` later. Its first token arrives after another 100 ms,
+/// followed by three tokens 10 ms apart.
 fn answered(due: u64, late: u64, cached: CachedCount, worker: &str) -> RequestOutcome {
     let first = due + late + 100;
     let answer = MeasuredAnswer {
@@ -62,7 +63,7 @@ fn report_has_the_figures_of_its_outcomes() {
 }
 
 #[test]
-fn late_start_is_part_of_the_time_to_first_token() {
+fn lateness_counts_towards_the_time_to_first_token() {
     let report = report();
     let ttft = report.ttft.expect("tokens arrived");
     assert_eq!((ttft.count, ttft.max_ms, ttft.mean_ms), (3, 500.0, 700.0 / 3.0));
@@ -78,7 +79,7 @@ fn goodput_counts_answers_that_meet_all_service_levels() {
     };
     assert_eq!(goodput(Slo::default()), None);
     for (slo, expected) in [
-        // The late answer has a TTFT of 500 ms. Three requests failed. One was stopped, and is not part of the share.
+        // The late answer has a TTFT of 500 ms. Three requests failed. One request was stopped, so it is not counted in the share.
         (Slo { ttft: Some(ms(100)), ..Slo::default() }, 2),
         (Slo { ttft: Some(ms(99)), ..Slo::default() }, 0),
         (Slo { ttft: Some(ms(500)), itl: Some(ms(10)), e2e: Some(ms(530)) }, 3),
@@ -92,7 +93,7 @@ fn goodput_counts_answers_that_meet_all_service_levels() {
 #[test]
 fn balance_includes_workers_without_requests() {
     let report = report();
-    // Computed: 200, then 700 and 1,000 of the prompt whose cached tokens are not known, and 0.
+    // The computed tokens of the workers are 200, then 700 plus the 1,000 tokens of the prompt whose cached tokens are not known, and 0.
     assert_eq!(
         report.balance,
         Some(Balance { computed_max_to_mean: Some(1_700.0 * 3.0 / 1_900.0), output_max_to_mean: Some(1.0) })
@@ -143,7 +144,7 @@ fn comparison_has_a_row_for_each_report() {
     assert!(lines[3].starts_with("empty"), "{table}");
     let heads = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(heads(lines[1])[..4], ["per", "s", "failed", "mean"]);
-    // Without failures and service levels, their columns are absent.
+    // A column without a value in any report is omitted, such as failures and goodput.
     let answered_only = {
         let mut recorder = Recorder::new(Slo::default());
         recorder.add(&answered(0, 0, CachedCount::Counted(1), "w"));
@@ -185,7 +186,7 @@ fn json_has_all_figures() {
     }
 }
 
-/// Parses the page, which is XML as well, and returns the texts of all its elements.
+/// Parses the page, which is also valid XML, and returns the texts of all its elements.
 fn texts(page: &str) -> Vec<String> {
     let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
     let document = roxmltree::Document::parse_with_options(page, options).expect("the page is well-formed");
@@ -257,10 +258,10 @@ fn page_of_a_search_says_what_was_found_and_draws_what_was_tried() {
 }
 
 #[test]
-fn course_has_a_span_for_every_ten_requests_and_at_least_six() {
+fn timeline_plot_has_a_point_for_every_ten_requests_and_at_least_six() {
     for (requests, spans) in [(12, 6), (100, 10), (2_000, 60)] {
         let mut recorder = Recorder::default();
-        // A request every second: the timeline has more bins than spans.
+        // One request is due every second, so the timeline has more bins than the plot has points.
         (0..requests).for_each(|at| recorder.add(&answered(at * 1_000, 0, CachedCount::Counted(1), "w")));
         let page = html("t", None, &[recorder.report("r", Vec::new())]);
         let figure = page.split("Requests in flight</figcaption>").nth(1).and_then(|rest| rest.split("</figure>").next());

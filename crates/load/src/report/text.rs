@@ -1,4 +1,4 @@
-//! A report as text for a terminal.
+//! Formats a report as text for a terminal.
 
 use super::{
     Report, TimeSummary, Tokens,
@@ -36,7 +36,7 @@ pub fn text(report: &Report) -> String {
     out
 }
 
-/// A column of a comparison: the two lines of its head, and the value of a report, which is empty if it is not known.
+/// A column of a comparison: the two lines of its heading, and a function that returns a report's value, which is empty if it is not known.
 type ComparedColumn = (&'static str, &'static str, fn(&Report) -> String);
 
 const COLUMNS: [ComparedColumn; 13] = [
@@ -62,14 +62,15 @@ fn of(summary: &Option<TimeSummary>, value: fn(&TimeSummary) -> f64) -> String {
     summary.as_ref().map(|summary| decimal(value(summary))).unwrap_or_default()
 }
 
-/// Returns the balance of computed prompt tokens and of generated tokens, which are in one column.
+/// Returns the balances of computed prompt tokens and of generated tokens, which share one column.
 fn busiest(report: &Report) -> String {
     let Some(balance) = &report.balance else { return String::new() };
     let ratios = [balance.computed_max_to_mean, balance.output_max_to_mean];
     ratios.map(|ratio| ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{ratio:.2}"))).join(" ")
 }
 
-/// Returns a table with a row for each report, to compare runs, with a newline at the end. It has only columns in which a report has a value.
+/// Returns a table that compares runs, with a row for each report and a newline at the end. A column without a value in any report is
+/// omitted.
 pub fn comparison(reports: &[Report]) -> String {
     let names = [String::new(), String::new()].into_iter().chain(reports.iter().map(|report| report.name.clone()));
     let mut rows: Vec<Vec<String>> = names.map(|name| vec![name]).collect();
@@ -97,7 +98,8 @@ pub(super) fn requests(report: &Report) -> String {
     )
 }
 
-/// Returns what is not in the table of times: tokens, goodput, balance, and what the reader must know to trust the figures.
+/// Returns the sentences about what the table of times does not show: tokens, goodput, balance, and what the reader must know to trust the
+/// figures.
 pub(super) fn sentences(report: &Report) -> Vec<String> {
     let tokens = &report.tokens;
     let mut found = vec![format!(
@@ -169,7 +171,7 @@ fn times_row(name: &str, summary: &TimeSummary) -> Vec<String> {
     [name.to_owned()].into_iter().chain(times.map(decimal)).collect()
 }
 
-/// Formats rows as columns. The first `left` columns are aligned to the left.
+/// Formats rows as columns. The first `left` columns are left-aligned, the others right-aligned.
 fn table(rows: Vec<Vec<String>>, left: usize) -> String {
     let mut table = Table::new();
     table.load_style(NOTHING).add_rows(rows);

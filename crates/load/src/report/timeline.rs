@@ -1,44 +1,44 @@
-//! The course of a run over time, in at most [`BINS_MAX`] bins of equal length.
+//! The figures of a run over time, in at most [`BINS_MAX`] bins of equal length.
 
 use super::outcome::RequestOutcome;
 use serde::Serialize;
 use std::time::Duration;
 
-/// More bins than this would not be visible in a plot.
+/// The maximum number of bins. More bins would not be visible in a plot.
 const BINS_MAX: usize = 240;
-/// The length of a bin at the beginning. It doubles when the run needs more bins.
+/// The length of a bin at the beginning of a run. The length doubles whenever the run would need too many bins.
 const FIRST_LENGTH: Duration = Duration::from_millis(250);
 
-/// The course of a run.
+/// The figures of a run over time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Timeline {
     /// The length of each bin.
     #[serde(rename = "bin_seconds", serialize_with = "seconds")]
     pub bin: Duration,
-    /// The bins, the first of which begins with the run.
+    /// The bins in order. The first bin begins with the run.
     pub bins: Vec<Bin>,
 }
 
 /// The figures of one bin.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Bin {
-    /// The requests that were due.
+    /// The number of requests that were due.
     pub due: u64,
-    /// The requests whose answer was complete.
+    /// The number of requests whose answer was complete.
     pub answered: u64,
-    /// The requests that failed or were stopped.
+    /// The number of requests that failed or were stopped.
     pub failed: u64,
-    /// The tokens that arrived.
+    /// The number of tokens that arrived.
     pub output_tokens: u64,
-    /// The prompt tokens of the requests that were due, if the number of their cached tokens is known.
+    /// The number of prompt tokens in the requests that were due. Only requests whose number of cached tokens is known are counted.
     pub prompt_tokens: u64,
-    /// The cached tokens among these `prompt_tokens`.
+    /// The number of cached tokens among `prompt_tokens`.
     pub cached_tokens: u64,
-    /// The requests that were due and have a time to first token.
+    /// The number of requests that were due and later received a first token.
     pub first_tokens: u64,
-    /// The sum of the times to first token of these requests.
+    /// The sum of the TTFTs of these requests, in milliseconds.
     pub ttft_sum_ms: f64,
-    /// The longest time to first token of these requests.
+    /// The longest TTFT of these requests, in milliseconds.
     pub ttft_max_ms: f64,
 }
 
@@ -77,18 +77,18 @@ impl Timeline {
         }
     }
 
-    /// Returns the same course in at most `max` bins.
+    /// Returns the same timeline, merged into at most `max` bins.
     pub(super) fn coarser(&self, max: usize) -> Self {
         let merged = u32::try_from(self.bins.len().div_ceil(max).max(1)).expect("the number of bins is small");
         Self { bin: self.bin * merged, bins: self.merged(merged as usize) }
     }
 
-    /// Returns the sums of this many consecutive bins.
+    /// Returns the bins merged in groups of this many consecutive bins.
     fn merged(&self, count: usize) -> Vec<Bin> {
         self.bins.chunks(count).map(|bins| bins.iter().fold(Bin::default(), Bin::merged)).collect()
     }
 
-    /// Returns the bin of this time.
+    /// Returns the bin that contains this time.
     fn at(&mut self, time: Duration) -> &mut Bin {
         let index = loop {
             let index = time.as_nanos() / self.bin.as_nanos();

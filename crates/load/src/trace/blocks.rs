@@ -1,17 +1,18 @@
-//! Rows of Mooncake's traces.
+//! Rows of traces in Mooncake's format.
 
 use super::Problem;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The lengths of a request, and the ids of the blocks of its prompt. Prompts share text where they share ids.
+/// A request that is described by its lengths and by the ids of its prompt's blocks. Two prompts have the same text in blocks with the same
+/// id.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct TraceBlocks {
-    /// The tokens of the prompt.
+    /// The number of tokens in the prompt.
     pub input_length: u64,
-    /// The tokens of the answer.
+    /// The number of tokens in the answer.
     pub output_length: u64,
-    /// The ids of the prompt's blocks. The last one may be incomplete.
+    /// The ids of the prompt's blocks, in order. The last block may be incomplete.
     pub hash_ids: Vec<u64>,
 }
 

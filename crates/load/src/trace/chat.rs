@@ -1,4 +1,4 @@
-//! Rows that are bodies of chat requests.
+//! Rows that contain the body of a chat request.
 
 use super::Problem;
 use serde_json::{Map, Value};
@@ -11,7 +11,7 @@ pub struct ChatRow {
 }
 
 impl ChatRow {
-    /// Reads a body, or a line of a file for OpenAI's batches, whose field `body` has it.
+    /// Reads a row, which is the body itself or a line of a file for OpenAI's batch API. Such a line has the body in its field `body`.
     pub(super) fn parse(value: Value) -> Result<Self, Problem> {
         let Value::Object(mut row) = value else { return Err(Problem::Json("the row is not an object".to_owned())) };
         let mut body = match row.remove("body") {

@@ -1,4 +1,4 @@
-//! Rows that are conversations.
+//! Rows that contain a whole conversation.
 
 use super::Problem;
 use serde_json::{Map, Value, json};
@@ -17,13 +17,13 @@ pub struct ConversationTrace {
 pub struct ConversationStep {
     /// The messages that follow the answer to the previous request.
     pub messages: Vec<Value>,
-    /// The recorded answer, whose length limits that of the server's answer; `None` if the trace has none.
+    /// The recorded answer, whose length limits the length of the server's answer; `None` if the trace has no answer here.
     pub answer: Option<String>,
 }
 
 impl ConversationTrace {
-    /// Reads `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. Answers without a message before
-    /// them, which some recordings begin with, are skipped.
+    /// Reads `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. Answers at the beginning of a
+    /// conversation, before any other message, are skipped; some recordings have them.
     pub(super) fn parse(value: Value) -> Result<Self, Problem> {
         let Value::Object(mut row) = value else { return Err(Problem::Json("the row is not an object".to_owned())) };
         let (field, list) = match (row.remove("messages"), row.remove("conversations")) {
@@ -52,7 +52,7 @@ impl ConversationTrace {
     }
 }
 
-/// Returns a message with OpenAI's fields and roles.
+/// Returns the message with the field names and roles of OpenAI's API. `field` is the name of the row's list of messages, for the error.
 fn normalised(message: Value, field: &str) -> Result<Value, Problem> {
     let Value::Object(mut message) = message else { return Err(Problem::Json(format!("`{field}` is not a list of objects"))) };
     if let (Some(from), Some(value)) = (message.get("from").and_then(Value::as_str), message.get("value")) {
@@ -60,7 +60,7 @@ fn normalised(message: Value, field: &str) -> Result<Value, Problem> {
             "human" | "user" => "user",
             "system" => "system",
             "tool" => "tool",
-            // ShareGPT names the assistant by its product.
+            // Recordings of ShareGPT name the assistant by the name of its product.
             "gpt" | "chatgpt" | "bing" | "bard" | "assistant" => "assistant",
             other => return Err(Problem::Json(format!("`from` is {other:?}, not human, gpt, system or tool"))),
         };

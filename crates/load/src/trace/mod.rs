@@ -23,36 +23,37 @@ use std::{
 /// The formats of traces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Mooncake's: lengths, and ids of blocks of the prompt; equal ids mean equal text.
+    /// Mooncake's format. A row has the lengths of prompt and answer, and the ids of the prompt's blocks; equal ids mean equal text.
     Mooncake,
-    /// Bodies of OpenAI chat requests.
+    /// Each row is the body of an OpenAI chat request.
     Chat,
-    /// Conversations of several steps, as vLLM's and SGLang's benchmarks read them. Each step is sent after the answer to the previous one.
+    /// Each row is a conversation of several steps, in the formats that vLLM's and SGLang's benchmarks read. A step is sent after the answer
+    /// to the previous one.
     Conversations,
 }
 
-/// A file of requests that has been checked.
+/// A file of requests whose rows were all checked.
 #[derive(Clone, Debug)]
 pub struct Trace {
     path: PathBuf,
     settings: TraceSettings,
     format: Format,
-    /// The number of requests. A conversation has one for each of its steps.
+    /// The number of requests. A conversation has one request for each of its steps.
     pub requests: u64,
     /// Whether every row has a time.
     pub timed: bool,
-    /// The time of the last row.
+    /// The time of the last row, counted from the first.
     pub length: Duration,
 }
 
-/// How a file is read.
+/// The settings with which a file is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceSettings {
-    /// The format; `None`: it is recognised by the first row.
+    /// The format; `None`: the first row decides.
     pub format: Option<Format>,
-    /// The number of rows that are read; `None`: all.
+    /// The maximum number of rows that are read; `None`: all rows are read.
     pub limit: Option<u64>,
-    /// The tokens of each block of a Mooncake trace.
+    /// The number of tokens in each block of a Mooncake trace.
     pub block_tokens: u64,
 }
 
@@ -67,7 +68,7 @@ impl Default for TraceSettings {
 pub struct Row {
     /// The row's number, counted from 0.
     pub index: u64,
-    /// The time of the row, counted from that of the first row; `None` if the row has no time.
+    /// The time of the row, counted from the first row; `None` if the row has no time.
     pub at: Option<Duration>,
     /// The request or requests of the row.
     pub load: Load,
@@ -76,15 +77,15 @@ pub struct Row {
 /// The request or requests of a row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Load {
-    /// A request with a prompt that is made of the row's blocks.
+    /// A request whose prompt is generated from the row's blocks.
     Blocks(TraceBlocks),
     /// A chat request.
     Chat(ChatRow),
-    /// Chat requests, one after the other.
+    /// The chat requests of a conversation, sent one after the other.
     Conversation(ConversationTrace),
 }
 
-/// Why a trace cannot be used.
+/// The reason why a trace cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be read.
@@ -92,37 +93,37 @@ pub enum TraceError {
     Read {
         /// The path of the file.
         path: PathBuf,
-        /// The reason.
+        /// The error of the file system.
         source: std::io::Error,
     },
     /// The file has no rows.
     #[error("{} has no rows", .0.display())]
     Empty(PathBuf),
-    /// The file is one JSON object.
+    /// The file is a single JSON object: a description from which vLLM's benchmark generates conversations.
     #[error(
         "{} describes conversations that vLLM's benchmark generates; run that benchmark with --output-file, and replay the file that it writes",
         .0.display()
     )]
     Generator(PathBuf),
-    /// The format of the file is not known.
+    /// The format cannot be recognised by the first row.
     #[error(
         "the format of {} is not recognised by its first row; its rows need `hash_ids` (Mooncake), `messages` (chat) or `conversations`, or name it with --format",
         .0.display()
     )]
     UnknownFormat(PathBuf),
-    /// A row is wrong.
+    /// A row is invalid.
     #[error("{}, line {line}: {problem}", path.display())]
     Row {
         /// The path of the file.
         path: PathBuf,
-        /// The line in which the row is, or ends; counted from 1.
+        /// The line on which the row is, or on which it ends; counted from 1.
         line: usize,
-        /// The problem of the row.
+        /// The reason why the row is invalid.
         problem: Problem,
     },
 }
 
-/// A problem of a row.
+/// The reason why a row is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// The row is not valid JSON, or a field has the wrong type.
@@ -131,7 +132,7 @@ pub enum Problem {
     /// A required field is missing.
     #[error("the row has no field `{0}`")]
     Missing(&'static str),
-    /// A number is too small.
+    /// A field that must be at least 1 is 0.
     #[error("`{0}` must be at least 1")]
     Zero(&'static str),
     /// The numbers of blocks and tokens contradict each other.
@@ -139,11 +140,11 @@ pub enum Problem {
         "{ids} `hash_ids` of {block_tokens} tokens are not a prompt of {input_length} tokens; --block-tokens sets the tokens of a block"
     )]
     Blocks {
-        /// The number of ids.
+        /// The number of ids in the row.
         ids: u64,
-        /// The tokens of a block.
+        /// The number of tokens in a block.
         block_tokens: u64,
-        /// The tokens of the prompt.
+        /// The number of tokens in the prompt.
         input_length: u64,
     },
     /// The time is not a number of milliseconds.
@@ -155,7 +156,7 @@ pub enum Problem {
     /// Only some rows have times.
     #[error("some rows have a `timestamp` and some have none")]
     Mixed,
-    /// The row has no message that the model could answer.
+    /// The row contains no message that the model could answer.
     #[error("there is no message to answer")]
     Nothing,
 }
@@ -174,7 +175,7 @@ impl Trace {
     /// Opens a file and checks the rows that will be read.
     ///
     /// # Errors
-    /// The file cannot be read, its format is not recognised, or a row is wrong.
+    /// Fails if the file cannot be read, if its format is not recognised, or if a row is invalid.
     pub fn open(path: &Path, settings: TraceSettings) -> Result<Self, TraceError> {
         let format = match settings.format {
             Some(format) => format,
@@ -211,10 +212,7 @@ impl Trace {
         self.format
     }
 
-    /// Reads the rows, until `each` breaks.
-    ///
-    /// # Errors
-    /// The file cannot be read, or a row is wrong.
+    /// Reads the rows in order and passes each to `each`, until `each` returns `Break`.
     pub fn read(&self, each: &mut dyn FnMut(Row) -> ControlFlow<()>) -> Result<(), TraceError> {
         let (mut index, mut first, mut last) = (0, None::<Duration>, None::<Duration>);
         if self.settings.limit == Some(0) {
@@ -259,7 +257,7 @@ impl Load {
     }
 }
 
-/// Returns the time of a row, which is in milliseconds.
+/// Returns the time of a row from its value in milliseconds.
 fn time(value: &Value) -> Result<Option<Duration>, Problem> {
     match value.get("timestamp") {
         None | Some(Value::Null) => Ok(None),
@@ -286,7 +284,7 @@ fn recognised(path: &Path) -> Result<Format, TraceError> {
         }
         _ if has("hash_ids") => Ok(Format::Mooncake),
         _ if has("conversations") => Ok(Format::Conversations),
-        // Files of conversations are one JSON array; requests are one object a line.
+        // A file of conversations is one JSON array; a file of requests has one JSON object per line.
         _ if has("messages") && array => Ok(Format::Conversations),
         _ if has("messages") || first.pointer("/body/messages").is_some() => Ok(Format::Chat),
         _ => Err(TraceError::UnknownFormat(path.to_owned())),

@@ -1,4 +1,4 @@
-//! The rows of a file: JSON values, one a line or in one array.
+//! Reads the rows of a file, which are JSON values: one per line, or the elements of one array.
 
 use super::{Problem, TraceError};
 use serde::{
@@ -17,7 +17,7 @@ use std::{
 /// Processes a row, or returns the problem of an invalid row.
 type EachRow<'a> = dyn FnMut(Value) -> Result<ControlFlow<()>, Problem> + 'a;
 
-/// Reads the rows of a file until `each` breaks. Empty lines are skipped.
+/// Reads the rows of a file and passes each to `each`, until `each` returns `Break`. Empty lines are skipped.
 pub(super) fn read(path: &Path, each: &mut EachRow<'_>) -> Result<(), TraceError> {
     let mut file = open(path)?;
     if starts_array(&mut file).map_err(|source| unreadable(path, source))? {
@@ -55,12 +55,12 @@ fn unreadable(path: &Path, source: std::io::Error) -> TraceError {
     TraceError::Read { path: path.to_owned(), source }
 }
 
-/// Returns whether the first character that is no white space is `[`. Consumes no line.
+/// Returns whether the first character other than white space is `[`. Consumes no line.
 fn starts_array(file: &mut BufReader<File>) -> std::io::Result<bool> {
     Ok(file.fill_buf()?.trim_ascii_start().first() == Some(&b'['))
 }
 
-/// Returns the error of a row that is a line by itself, without serde's own number of the line, which would always be 1.
+/// Returns the error of a row on one line, without the line number in serde's message, which would always be 1.
 fn on_line(error: &serde_json::Error) -> Problem {
     let text = error.to_string();
     let place = format!(" at line {} column {}", error.line(), error.column());
@@ -84,13 +84,13 @@ fn read_array(path: &Path, file: BufReader<File>, each: &mut EachRow<'_>) -> Res
     Err(TraceError::Row { path: path.to_owned(), line: error.line(), problem })
 }
 
-/// Passes the values of an array on, one at a time, instead of collecting them.
+/// Passes the elements of an array on one at a time, so that the whole array need not fit into memory.
 struct RowArray<'a, 'b> {
     each: &'a mut EachRow<'b>,
     end: Option<RowsEnd>,
 }
 
-/// Why the array was not read to its end.
+/// The reason why the array was not read to its end.
 enum RowsEnd {
     Broken,
     Wrong(Problem),
@@ -120,7 +120,7 @@ impl<'de> DeserializeSeed<'de> for &mut RowArray<'_, '_> {
             Err(problem) => RowsEnd::Wrong(problem),
         };
         self.end = Some(end);
-        // The only way to leave an array is an error. Its text is not used.
+        // A visitor can leave an array only with an error. The text of this error is not used.
         Err(serde::de::Error::custom("the reader stops here"))
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of the formats: rows that are right and rows that are wrong.
+//! Tests of the formats, with valid and invalid rows.
 
 use super::*;
 use serde_json::json;
@@ -30,7 +30,7 @@ fn rows(text: &str) -> Vec<Row> {
 }
 
 #[test]
-fn mooncake_rows_have_times_from_the_first_one() {
+fn times_of_mooncake_rows_are_counted_from_the_first_row() {
     let text = r#"{"timestamp": 1000, "input_length": 513, "output_length": 5, "hash_ids": [0, 7]}
 
 {"timestamp": 1250.5, "input_length": 512, "output_length": 1, "hash_ids": [0], "other": 1}
@@ -56,7 +56,7 @@ fn row_limit_ends_reading_before_an_invalid_row() {
 }
 
 #[test]
-fn chat_rows_are_bodies_or_lines_of_batches() {
+fn chat_row_is_a_request_body_or_a_line_of_a_batch_file() {
     let text = r#"{"timestamp": 5, "model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}
 {"timestamp": 9, "custom_id": "x", "body": {"messages": [{"role": "user", "content": "b"}]}}
 "#;
@@ -78,7 +78,7 @@ fn chat_rows_are_bodies_or_lines_of_batches() {
 }
 
 #[test]
-fn conversations_of_vllm_and_of_sharegpt_have_the_same_steps() {
+fn conversations_in_vllm_and_sharegpt_format_give_the_same_steps() {
     let vllm = r#"[{"id": "a", "messages": [
         {"role": "system", "content": "s"}, {"role": "user", "content": "one"}, {"role": "assistant", "content": "1"},
         {"role": "user", "content": "two"}]}]"#;
@@ -99,7 +99,7 @@ fn conversations_of_vllm_and_of_sharegpt_have_the_same_steps() {
 }
 
 #[test]
-fn format_can_be_set_explicitly() {
+fn explicit_format_overrides_the_recognised_format() {
     let text = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n";
     let format = Some(Format::Conversations);
     let (trace, rows) = open(text, TraceSettings { format, ..TraceSettings::default() }).expect("the trace is valid");

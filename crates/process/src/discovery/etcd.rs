@@ -26,7 +26,7 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Settings of the connection to etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdSettings {
-    /// `host:port` of the etcd servers. One server that can be reached suffices.
+    /// `host:port` of the etcd servers. It is sufficient if one of them can be reached.
     pub endpoints: Vec<String>,
     /// User name and password; `None` disables authentication. A password's file is read for each connection, and a connection that etcd no
     /// longer authenticates is replaced.
@@ -45,7 +45,7 @@ pub struct EtcdSettings {
 /// PEM files for TLS. They are read for each connection, so they may be replaced while the process runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTls {
-    /// The CA certificate for verifying etcd.
+    /// The file of the CA certificate with which etcd's certificate is verified.
     pub ca: PathBuf,
     /// The client certificate and its key; `None` if the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,

@@ -92,13 +92,14 @@ enum AddressSource {
 }
 
 impl Members {
-    /// Returns the addresses as they were when [`Members::changed`] last resolved.
+    /// Returns the addresses as of the last time that [`Members::changed`] resolved.
     pub fn now(&self) -> &BTreeSet<String> {
         &self.now
     }
 
-    /// Whether the removal of an address is only advisory. A process that is deregistered from etcd may still be running, because etcd may
-    /// have lost its data or its connection to the process. A removal from an operator's list or file is an order.
+    /// Returns whether the removal of an address is only a hint. A process that is deregistered from etcd may still be running, because etcd
+    /// may have lost its data or its connection to the process. If an operator removes an address from a file, the process at this address
+    /// must not be used.
     pub fn are_advisory(&self) -> bool {
         matches!(self.source, AddressSource::Etcd { .. })
     }

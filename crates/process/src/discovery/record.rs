@@ -32,8 +32,8 @@ impl Role {
     }
 }
 
-/// The record of one instance. A reader ignores unknown fields. It needs only the address: it connects to the process, requests the
-/// process's description of itself, and uses only that description.
+/// The record of one instance. A reader ignores unknown fields. It uses only the address: it connects there, requests the process's
+/// description of itself, and relies on that description.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberRecord {
     /// The role of the process in the cluster.
@@ -49,7 +49,7 @@ pub struct MemberRecord {
     /// The name that the operator gave the worker; empty for other processes.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub worker_id: String,
-    /// The served model's id, if the process knows it.
+    /// The id of the served model; empty if the process does not know it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub model: String,
     /// The revision of the model's files.

@@ -172,8 +172,8 @@ impl MemberWatcher {
     }
 }
 
-/// Returns at most [`ADDRESSES_MAX`] of the addresses `now`. Addresses in use are preferred, so that a flood of registrations does not
-/// remove any of them.
+/// Returns at most [`ADDRESSES_MAX`] of the addresses `now`. Addresses that are already in use are kept first, so that a flood of
+/// registrations does not remove them.
 fn bounded(now: BTreeSet<String>, in_use: &BTreeSet<String>) -> BTreeSet<String> {
     if now.len() <= ADDRESSES_MAX {
         return now;

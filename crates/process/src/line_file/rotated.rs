@@ -7,14 +7,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// How many old files are kept: `FILE.1`, the latest, to `FILE.7`.
+/// The number of old files that are kept: `FILE.1` (the latest) to `FILE.7`.
 const OLD_FILES: u32 = 7;
 
 pub(super) struct Rotated {
     path: PathBuf,
     name: &'static str,
     file: File,
-    /// The number of bytes in the file, or since the last attempt to rotate it.
+    /// The number of bytes written to the file, counted from 0 again after a failed attempt to rotate it.
     written: u64,
     file_max: u64,
     ends_line: bool,
@@ -62,7 +62,7 @@ impl Write for Rotated {
                 tracing::error!(%error, "the {} cannot be renamed, so it grows; make its folder writable", self.name);
             }
         }
-        // The rest of a line, or a line that is longer than a file, is not divided.
+        // The rest of a partly written line, and a line that is longer than a file, are written whole, even if the file becomes too long.
         let first_line = || bytes.iter().position(|byte| *byte == b'\n').map_or(bytes.len(), |end| end + 1);
         let written = self.file.write(&bytes[..fits.unwrap_or_else(first_line)])?;
         self.written += written as u64;

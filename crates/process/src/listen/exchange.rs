@@ -1,4 +1,4 @@
-//! Whether a request is under way on a connection, shared by the HTTP service and the socket.
+//! Tracks whether a request is in progress on a connection. The HTTP service and the socket share this state.
 
 use axum::body::Body;
 use bytes::Bytes;
@@ -14,7 +14,7 @@ use std::{
 pub(super) struct Exchange(AtomicBool);
 
 impl Exchange {
-    /// Whether the head of a request is complete, and its answer has not ended.
+    /// Returns whether the head of a request is complete and its answer has not ended.
     pub(super) fn is_under_way(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

@@ -1,26 +1,26 @@
-//! The names accepted in the header `Host`. A browser sends the name in its address bar, so a page whose name resolves to this server's
-//! address (DNS rebinding) is noticed.
+//! The host names that are accepted in the header `Host`. A browser sends the name from its address bar, so a request from a page whose name
+//! resolves to this server's address (DNS rebinding) is detected.
 
 use axum::http::{HeaderMap, header, uri::Authority};
 use std::{net::IpAddr, sync::Arc};
 
-/// The names that the header `Host` may have in addition to IP addresses, `localhost` and names that end in `.localhost`, which no other host
-/// can have. Cheap to clone.
+/// The names that the header `Host` may have. IP addresses, `localhost` and names that end in `.localhost` are always accepted, because no
+/// page of another host can have them as its name. It is cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Hosts(Arc<[String]>);
 
 impl Hosts {
-    /// Accepts these names, without ports and in any case. Empty names are left out.
+    /// Accepts these names, which have no ports. Upper and lower case are not distinguished. Empty names are ignored.
     pub fn new(names: impl IntoIterator<Item = String>) -> Self {
         Self(names.into_iter().filter(|name| !name.is_empty()).collect())
     }
 
-    /// Whether no names are accepted besides those that are always accepted.
+    /// Returns whether only the names that are always accepted are accepted.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether a request with these headers may be answered. HTTP/1.0 clients may omit `Host`; browsers never do.
+    /// Returns whether a request with these headers may be answered. HTTP/1.0 clients may omit `Host`; browsers never do.
     pub fn accept(&self, headers: &HeaderMap) -> bool {
         let Some(host) = headers.get(header::HOST) else { return true };
         let Ok(authority) = Authority::try_from(host.as_bytes()) else { return false };
@@ -37,7 +37,7 @@ mod tests {
     use axum::http::HeaderValue;
 
     #[test]
-    fn only_host_names_of_this_server_are_accepted() {
+    fn only_configured_names_local_names_and_ip_addresses_are_accepted() {
         let hosts = Hosts::new(["llm.example".to_owned(), String::new()]);
         for (host, ours) in [
             ("localhost", true),

@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-/// The address of a connection's peer. Every request over TCP has it as an extension.
+/// The address of a connection's peer. Each request that arrives over TCP carries it as an extension.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerAddress(
     /// The address.
@@ -62,14 +62,14 @@ impl From<IpAddr> for ClientNetwork {
     }
 }
 
-/// Whether one of the networks contains the address.
+/// Returns whether one of the networks contains the address.
 pub fn contains(networks: &[IpNet], address: IpAddr) -> bool {
     networks.iter().any(|network| network.contains(&address.to_canonical()))
 }
 
 impl ConnectionLimits {
-    /// Limits connections to `all_max` in total, and to `per_peer_max` from each address outside `proxies`; 0: no limit for an address.
-    /// `refusal` is the JSON body of the 503 response on a refused connection.
+    /// Limits connections to `all_max` in total, and to `per_peer_max` from each address that is not in `proxies` (0 sets no limit per
+    /// address). `refusal` is the JSON body of the 503 response on a refused connection.
     pub fn new(all_max: usize, per_peer_max: usize, proxies: Vec<IpNet>, refusal: String, metrics: ConnectionMetrics) -> Self {
         Self { all_max, per_peer_max, proxies, open: Mutex::default(), refusal, metrics }
     }

@@ -26,9 +26,9 @@ const IDLE_MAX: Duration = Duration::from_secs(75);
 /// When and how connections end because the process drains.
 #[derive(Clone)]
 pub struct Drain {
-    /// Cancelled when the process drains. The next answer on each connection is then its last, and says `Connection: close`.
+    /// Cancelled when the process drains. The next answer on each connection is then the last one and has the header `Connection: close`.
     pub begun: CancellationToken,
-    /// How long an idle connection stays open while the process drains.
+    /// The maximum time that an idle connection stays open while the process drains.
     pub idle_max: Duration,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Timed<S> {
     drain: Drain,
     /// Resolves when the process drains.
     draining: Pin<Box<WaitForCancellationFutureOwned>>,
-    /// The wait whose timeout `clock` measures; `None` if `clock` is not set.
+    /// The kind of wait that `clock` measures; `None` if `clock` is not set.
     armed: Option<Wait>,
     /// Whether bytes of the next request have arrived.
     head_began: bool,
@@ -55,7 +55,7 @@ pub(super) struct Timed<S> {
 enum Wait {
     Head,
     Idle,
-    /// A draining process waits for the last request on the connection.
+    /// The process drains and waits for the last request on the connection.
     Last,
 }
 
@@ -113,7 +113,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
             }
         }
         match this.exchange.is_under_way() {
-            // Waits until the end of the previous answer has been flushed.
+            // The wait for the next request begins only after the previous answer has been flushed.
             false if !this.flushed => return Poll::Pending,
             _ if this.ended => {}
             true => return Poll::Pending,
@@ -145,7 +145,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
         let this = self.get_mut();
         ready!(this.io.as_mut().poll_flush(cx))?;
         if !std::mem::replace(&mut this.flushed, true) && !this.exchange.is_under_way() {
-            // The next wait begins now, and the next `poll_read` sets its clock.
+            // The next kind of wait begins now. Waking the task makes the next `poll_read` set the clock for it.
             cx.waker().wake_by_ref();
         }
         Poll::Ready(Ok(()))
@@ -157,7 +157,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
 }
 
 impl<S> Timed<S> {
-    /// Records that hyper writes. The request has been read by then, so the next bytes that arrive belong to another request.
+    /// Records that hyper writes an answer. The request has been read by then, so the next bytes that arrive belong to another request.
     fn note_write(&mut self) {
         (self.flushed, self.head_began, self.armed) = (false, false, None);
     }

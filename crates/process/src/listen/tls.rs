@@ -1,4 +1,4 @@
-//! TLS on a listener. Certificate and key are read again when their files change; open connections keep the old ones.
+//! TLS on a listener. The certificate and its key are read again when their files change; open connections keep the old certificate.
 
 use crate::{retry::error_chain, watched_file::WatchedFile};
 use metrics::Gauge;
@@ -14,9 +14,9 @@ use std::{convert::Infallible, io, path::PathBuf, sync::Arc, time::Duration};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
-/// The maximum size of a file. Chains of certificates have some kilobytes.
+/// The maximum size of a file in bytes. A certificate chain has a few kilobytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// The maximum time of a handshake. A client on another continent needs less than a second.
+/// The time limit for a handshake. A client on another continent needs less than a second.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
 
 /// A certificate and its key that were read at the start.
@@ -49,10 +49,10 @@ pub enum TlsFilesError {
 }
 
 impl TlsFiles {
-    /// Reads a chain of certificates and the private key of the first one, both in PEM format.
+    /// Reads a certificate chain and the private key of its first certificate, both in PEM format.
     ///
     /// # Errors
-    /// A file cannot be read or parsed, or the key is not that of the certificate.
+    /// Fails if a file cannot be read or parsed, or if the key does not belong to the certificate.
     pub fn open(certificate: PathBuf, key: PathBuf) -> Result<Self, TlsFilesError> {
         let open = |path: PathBuf| match WatchedFile::open(path.clone(), FILE_BYTES_MAX) {
             Ok((text, watched)) => Ok(File { path, text, watched }),
@@ -89,15 +89,15 @@ fn config(certificate: &File, key: &File) -> Result<Arc<ServerConfig>, TlsFilesE
     Ok(Arc::new(config))
 }
 
-/// Accepts TLS connections with the current certificate. Cheap to clone.
+/// Accepts TLS connections with the current certificate. It is cheap to clone.
 #[derive(Clone)]
 pub struct Tls {
     config: Arc<RwLock<Arc<ServerConfig>>>,
 }
 
 impl Tls {
-    /// Returns the acceptor, and a future that reloads the files whenever they change and never ends. While the new files are unusable,
-    /// the old certificate stays in use, and `outdated` is 1.
+    /// Returns the acceptor, and an endless future that reloads the files whenever they change. While the new files are unusable, the old
+    /// certificate stays in use, and `outdated` is 1.
     pub fn new(files: TlsFiles, outdated: Gauge) -> (Self, impl Future<Output = Infallible> + use<>) {
         let TlsFiles { mut certificate, mut key, config: first } = files;
         let tls = Self { config: Arc::new(RwLock::new(first)) };

@@ -17,7 +17,7 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// Maximum number of spans that wait for the collector. A busy process creates this many in some seconds; they take a few megabytes.
+/// Maximum number of spans that wait for the collector. A busy process creates this many spans in a few seconds; they take a few megabytes.
 const QUEUE_MAX: usize = 4_096;
 /// Maximum number of spans in one message.
 const BATCH_MAX: usize = 512;

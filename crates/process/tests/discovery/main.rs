@@ -120,7 +120,7 @@ async fn admin(server: &Server) -> etcd_client::Client {
 #[tokio::test]
 async fn registered_processes_are_found_by_role_until_they_drain() {
     let server = Server::etcd(&[]);
-    // The lease is so long that it does not expire within the test. So a process is removed only if it deregisters.
+    // The lease does not expire within the test, so a process is removed only if it deregisters.
     let settings = EtcdSettings { lease_ttl: 4 * TIMEOUT, ..settings(&[server.address()]) };
     let decode = Registered::start(&settings, Role::DecodeWorker, "d:1");
     let _frontend = Registered::start(&settings, Role::Frontend, "f:1");

@@ -1,14 +1,14 @@
-//! How many prompt tokens a step computes next to running answers, as in the engine (docs/adr/045-time-between-tokens.md).
+//! Computes how many prompt tokens a step has if it also continues answers, as the engine does (docs/adr/045-time-between-tokens.md).
 
 use super::SimulatedEngine;
 
-/// The least number of prompt tokens of a step, as in the engine.
+/// The minimum number of prompt tokens in a step, as in the engine.
 const PREFILL_TOKENS_MIN: u64 = 16;
 
-/// The longest step with prompts, as a multiple of a step without prompts, as in the engine.
+/// The maximum time of a step with prompt tokens, as a multiple of the time of a step without prompt tokens, as in the engine.
 const ITL_STEPS: f64 = 16.0;
 
-/// The weight of the latest step in the mean share of prompts, as in the engine.
+/// The weight of the latest step in the mean share of prompt tokens, as in the engine.
 const SHARE_WEIGHT: f64 = 0.05;
 
 impl SimulatedEngine {
@@ -27,7 +27,7 @@ impl SimulatedEngine {
         (self.device.decode_step + self.device.decode_sequence * decoding as u32).as_secs_f64()
     }
 
-    /// Records that a step with prompts continues `decoding` sequences, as the engine does.
+    /// Adds a step that has prompt tokens and continues `decoding` sequences to the mean share of prompt tokens, as the engine does.
     pub(super) fn record_share(&mut self, decoding: u64) {
         let share = if decoding == 0 {
             1.0

@@ -1,4 +1,4 @@
-//! Requests, and the figures that tests compare.
+//! The requests of simulation tests, and the figures that the tests compare.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -22,7 +22,7 @@ pub struct Figures {
     /// The mean time between two tokens of an answer, in milliseconds.
     pub itl_mean_ms: f64,
     pub itl_p99_ms: f64,
-    /// The mean time to the last token, in seconds.
+    /// The mean time from the arrival of a request to its last token, in seconds.
     pub end_mean_s: f64,
     /// The number of preempted sequences.
     pub preemptions: u64,
@@ -73,8 +73,9 @@ pub fn figures(cluster: &SimulatedCluster, requests: &[SimulatedRequest]) -> Fig
     }
 }
 
-/// Returns the first recorded requests, which arrive `faster` times as fast as recorded and whose answers are `answers` times as long;
-/// `None` without the recording, which is not part of the repository. The variable `TANDEM_TRACE` names its file.
+/// Returns the first `count` requests of the recording, which arrive `faster` times as fast as recorded and whose answers are `answers` times
+/// as long. The environment variable `TANDEM_TRACE` names the file of the recording, which is not in the repository. Returns `None` if the
+/// variable is not set.
 pub fn recorded(count: u64, faster: f64, answers: u64) -> Option<Vec<SimulatedRequest>> {
     let Some(path) = std::env::var_os("TANDEM_TRACE") else {
         writeln!(std::io::stderr(), "SKIPPED: TANDEM_TRACE names no recorded trace").expect("stderr is writable");
@@ -107,7 +108,7 @@ pub fn documents(count: u64, blocks: u64, questions: u64, seed: u64) -> Vec<Simu
     requests
 }
 
-/// Prints figures for a run with `--nocapture`.
+/// Prints the figures, which `--nocapture` shows.
 pub fn print(what: &str, figures: &Figures) {
     let Figures { hit_rate, ttft_mean_s, ttft_p99_s, end_mean_s, preemptions, .. } = figures;
     let line = format!(

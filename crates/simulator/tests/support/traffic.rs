@@ -5,26 +5,26 @@ use super::Lcg;
 use std::time::Duration;
 use tandem_simulator::SimulatedRequest;
 
-/// The tokens of a block.
+/// The number of tokens in a block.
 const BLOCK_TOKENS: u64 = 512;
 
-/// The numbers of requests in a second, in the recording.
+/// The number of requests per second in the recording.
 const RATE: f64 = 3.4;
-/// The mean time between an answer's request and the next turn of its conversation.
+/// The mean time from a request to the next turn of its conversation, in seconds.
 const PAUSE_S: f64 = 40.0;
-/// The fraction of turns that another turn follows.
+/// The fraction of turns that are followed by another turn.
 const CONTINUES: f64 = 0.6;
-/// The medians of the blocks of a conversation's first prompt, of the blocks that a later turn adds, and of the tokens of an answer.
+/// The medians of three numbers: the blocks in a conversation's first prompt, the blocks that a later turn adds, and the tokens in an answer.
 const FIRST_BLOCKS: f64 = 11.0;
 const ADDED_BLOCKS: f64 = 4.0;
 const ANSWER_TOKENS: f64 = 230.0;
-/// The standard deviation of the logarithms of these three numbers.
+/// The standard deviation of the natural logarithms of these three numbers.
 const SPREAD: f64 = 0.9;
-/// The maximum number of blocks of a prompt.
+/// The maximum number of blocks in a prompt.
 const BLOCKS_MAX: usize = 200;
 
 impl Lcg {
-    /// Returns a number between 0 and 1, but not 0.
+    /// Returns a random number above 0 and at most 1.
     fn uniform(&mut self) -> f64 {
         (self.below(1 << 30) + 1) as f64 / f64::from(1 << 30)
     }
@@ -40,8 +40,8 @@ impl Lcg {
     }
 }
 
-/// Returns the first `count` requests of conversations that begin at random times, `faster` times as many in a second as in the recording.
-/// Answers are `answers` times as long as there. All prompts have their first block in common.
+/// Returns the first `count` requests of conversations that begin at random times. There are `faster` times as many requests per second as in
+/// the recording, and answers are `answers` times as long. All prompts have their first block in common.
 pub fn conversations(count: usize, faster: f64, answers: f64, seed: u64) -> Vec<SimulatedRequest> {
     let mut random = Lcg(seed);
     let (mut prompts, mut began, mut next_id) = (Vec::new(), 0.0, 1_u64);

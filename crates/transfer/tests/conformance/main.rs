@@ -219,7 +219,8 @@ async fn disconnection_is_reported_while_a_sent_block_is_being_written(rig: Rig)
         Err::<(), _>(push.interrupted().await)
     };
     let mut waiting = waiting.boxed();
-    // The preparation of the path began writes, too. The permits that they added are discarded.
+    // Earlier prompts, which prepared the path, also began writes and added permits to `begun`. These permits are discarded, so that the next
+    // permit shows that the write of this block has begun.
     rig.memory.0.begun.forget_permits(usize::MAX);
     tokio::select! {
         ended = &mut waiting => panic!("the transfer ended before the disconnection: {ended:?}"),

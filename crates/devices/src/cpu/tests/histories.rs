@@ -7,7 +7,8 @@ use tandem_engine::{CachedTokens, EngineHandle, EngineSettings, Event, Generate,
 use tandem_kv::{HashKey, Load, Namespace, Priority};
 use tokio::{task, time};
 
-/// Runs the requests on one engine. Returns the events of each request, which are none if the engine refuses it, and the load of the idle engine.
+/// Runs the requests on one engine. Returns the events of each request (an empty list if the engine refuses the request), and the load of the
+/// engine when it is idle again.
 async fn run(engine: CpuEngine, settings: EngineSettings, requests: &[Request], vocab: u32) -> (Vec<Vec<Event>>, Load) {
     let (engine, running) = EngineHandle::simulated(Box::new(engine), SimClock::default(), settings, 1);
     let mut driver = task::JoinSet::new();
@@ -58,7 +59,7 @@ fn cached(events: &[Event]) -> u32 {
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// Requests with the same number have prompts with a common prefix.
+    /// Requests with equal numbers have prompts with a common prefix.
     family: u64,
     len: usize,
     max_tokens: u32,
@@ -115,7 +116,7 @@ const SETTINGS: EngineSettings = EngineSettings {
 };
 
 /// Compares two runs of the same requests. In the first run each request runs alone, without a cache and in one chunk. In the second run
-/// requests are cached, computed in chunks of any budget and in batches of any composition, preempted for lack of blocks, and run on any
+/// prompts are cached, computed in chunks of any budget and in batches of any composition, preempted for lack of blocks, and run on any
 /// number of threads.
 #[test]
 fn request_gives_the_same_bits_alone_and_among_any_other_requests() {

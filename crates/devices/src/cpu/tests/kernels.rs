@@ -33,7 +33,7 @@ fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     result
 }
 
-/// The weight formats that have a kernel, each with the number of weights that share a scale.
+/// The weight formats for which there is a kernel, each with the number of weights that share a scale.
 const KINDS: [(u32, usize); 8] = [
     (kind::Q4_0, 32),
     (kind::Q4_1, 32),

@@ -1,4 +1,4 @@
-//! Compares results with arithmetic in double precision on the file's bytes.
+//! Compares the engine's results with a reference that computes in double precision from the bytes of the model file.
 
 use super::*;
 use crate::cpu::weights::Matrix;
@@ -91,7 +91,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
             }
         }
     };
-    // Some model families have biases or norms of heads, which the projection includes.
+    // The projection includes the biases or the norms of heads that some model families have.
     let project = |layer: u32, part: &str, x: &[f64]| -> Vec<f64> {
         let mut out = multiply(&format!("blk.{layer}.{part}.weight"), x);
         if sizes.family == "qwen2" {

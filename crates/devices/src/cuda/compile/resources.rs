@@ -15,7 +15,7 @@ struct Multiprocessor {
     threads: usize,
     blocks: usize,
     shared_bytes: usize,
-    /// Bytes of a thread block's shared memory that the driver takes for itself and that `cuobjdump` lists with the kernel's own.
+    /// The bytes of a thread block's shared memory that the driver uses itself and that `cuobjdump` includes in the kernel's number.
     listed_bytes: usize,
 }
 
@@ -45,9 +45,9 @@ const MULTIPROCESSORS: [Multiprocessor; 3] = [
         listed_bytes: 1 << 10,
     },
 ];
-/// Registers are given to a warp in units of this size.
+/// The number of registers in one unit. A warp receives a whole number of units.
 const REGISTER_UNIT: usize = 256;
-/// Shared memory that the driver takes for itself in every thread block.
+/// The bytes of shared memory that the driver uses itself in every thread block.
 const RESERVED_SHARED_BYTES: usize = 1 << 10;
 
 impl Multiprocessor {

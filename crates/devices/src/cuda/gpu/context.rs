@@ -12,7 +12,7 @@ pub(in crate::cuda) struct Context {
     module: sys::CUmodule,
     pub(super) functions: [sys::CUfunction; Kernel::ALL.len()],
     pub(super) multiprocessors: usize,
-    /// `None` if GEMM algorithms are not timed.
+    /// The algorithms that timing has chosen; `None` if GEMM algorithms are not timed.
     pub(super) chosen: Option<ChosenAlgorithms>,
 }
 

@@ -35,7 +35,7 @@ pub(in crate::cuda) struct Driver {
     capability: (i32, i32),
     /// The highest CUDA version that the driver supports, such as 13000 for 13.0.
     pub version: i32,
-    /// The most bytes of shared memory that a thread block may use.
+    /// The maximum shared memory of a thread block, in bytes.
     pub shared_max: usize,
 }
 

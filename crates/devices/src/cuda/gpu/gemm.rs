@@ -24,10 +24,11 @@ use std::{
 
 /// Bytes of a stream's cuBLASLt workspace: the size that NVIDIA recommends for Hopper, less than a hundredth of such a GPU's memory.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// The most plans that are cached: enough for all batch sizes of decode, and some numbers of prompt tokens. Creating a plan takes tens of
-/// microseconds.
+/// The maximum number of cached plans: enough for all batch sizes of decode, and for some numbers of prompt tokens. Creating a plan takes
+/// tens of microseconds.
 const PLANS_MAX: usize = 4_096;
-/// Number of algorithms that are timed: the first ones that cuBLASLt's heuristic returns, in the order of their expected speed.
+/// The number of algorithms that are timed. They are the first ones in the list of cuBLASLt's heuristic, which is in the order of expected
+/// speed.
 const CANDIDATES: usize = 8;
 /// `CUBLAS_OP_T`, which cudarc's bindings of cuBLASLt lack.
 const TRANSPOSED: i32 = 1;
@@ -40,7 +41,7 @@ pub(super) struct GemmPlans {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
     plans: HashMap<Gemm, Plan>,
-    /// `None` if algorithms are not timed: cuBLASLt's first proposal is used.
+    /// The algorithms that timing has chosen; `None` if algorithms are not timed and cuBLASLt's first proposal is used.
     chosen: Option<ChosenAlgorithms>,
 }
 
@@ -84,7 +85,7 @@ impl GemmPlans {
         }
     }
 
-    /// Enqueues a GEMM on the stream, with the algorithm that its plan has chosen, or else with cuBLASLt's first proposal.
+    /// Enqueues a GEMM on the stream, with the algorithm that timing has chosen, or else with cuBLASLt's first proposal.
     pub fn run(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
         let target = self.target(stream);
         let plan = self.plan(gemm)?;

@@ -85,7 +85,7 @@ pub(in crate::cuda) struct Nccl {
     _library: Library,
 }
 
-/// Why a communicator cannot be used.
+/// The reason why a communicator cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::cuda) enum NcclError {
     #[error("{what}, ncclResult_t {code}")]
@@ -377,7 +377,7 @@ impl Communicator {
 }
 
 impl PeerCommunicator for Communicator {
-    /// Does not wait for work on other streams, so the regions must be completely written before the call.
+    /// This method does not wait for work on other streams, so the regions must be completely written before the call.
     fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let peer = 1 - self.rank as c_int;
         self.exchange(&[(self.nccl.send, peer, regions)], limit).map_err(failed("sending to another GPU"))

@@ -25,8 +25,8 @@ const MARGIN: f32 = 0.02;
 /// run also reads at least as many bytes of weights if the model has them.
 const FLUSHED_BYTES: usize = 128 << 20;
 
-/// Whether GEMMs of this many rows are timed when an engine is created. Timing takes as long as about thirty uses, so only frequent shapes
-/// are timed: those of padded decode steps and of full prompt steps.
+/// Returns whether GEMMs with this many rows are timed when an engine is created. Timing takes as long as about thirty uses, so only frequent
+/// shapes are timed: those of padded decode steps and of full prompt steps.
 pub(super) fn is_timed(rows: usize) -> bool {
     let is_padded_decode = rows <= PROMPT_ROWS && padded_rows(rows) == rows;
     is_padded_decode || rows.is_multiple_of(PROMPT_ROWS)

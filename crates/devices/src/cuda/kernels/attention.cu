@@ -4,8 +4,8 @@
 // is in memory. Rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once
 // for all these heads. The scale of the scores includes log2(e), so that exponentials are powers of two.
 
-/// Distance of two rows in shared memory, in elements. A row has 16 bytes more than a head, so that the eight rows of a matrix are in
-/// different banks.
+/// The distance between two rows in shared memory, in elements. A row is 16 bytes longer than a head, so that the eight rows of a matrix are
+/// in different banks.
 constexpr int STRIDE = HEAD_PAD + 8;
 
 /// Online softmax of 16 packed rows, as accumulator fragments: a lane holds rows lane / 4 and lane / 4 + 8, and two of every eight columns.
@@ -179,8 +179,8 @@ struct __align__(16) PromptTile {
     int row, tokens, position, table;
     /// The positions to which this block attends: from `begin`, a multiple of PROMPT_TILE, to before `end`.
     int begin, end;
-    /// If several blocks share the tile: the first token's first partition of results, and the number of positions of each block. Otherwise 0
-    /// positions.
+    /// If several blocks share the tile: the first token's first partition of results, and the number of positions of each block. If one
+    /// block computes the tile alone, `each` is 0.
     int partition, each;
 
     /// Returns the number of blocks that share the tile.

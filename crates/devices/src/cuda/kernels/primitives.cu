@@ -102,7 +102,7 @@ DEVICE void load_matrices(u32 to[4], const half_t *row) {
                  : "memory");
 }
 
-/// As `load_matrices`, with each matrix transposed.
+/// Loads four matrices as `load_matrices` does, and transposes each of them.
 DEVICE void load_matrices_transposed(u32 to[4], const half_t *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

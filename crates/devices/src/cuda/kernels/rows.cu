@@ -84,7 +84,7 @@ constexpr int HEAD_THREADS = HEAD_FOURS > 8 ? 16 : HEAD_FOURS > 4 ? 8 : HEAD_FOU
 constexpr int STORE_THREADS = 128;
 constexpr int HEADS_A_BLOCK = STORE_THREADS / HEAD_THREADS;
 
-/// The eight elements of a thread of `store_kv`: four pairs.
+/// The eight elements that one thread of `store_kv` processes: four pairs.
 struct Pairs {
     float first[4], second[4];
 

@@ -60,7 +60,7 @@ constexpr u32 DIGITS = 1 << DIGIT_BITS;
 /// Weights are at most 1, whose bits are less than 2^30.
 constexpr int DIGIT_PASSES = 3;
 static_assert(DIGITS == 2 * SAMPLE_THREADS, "each thread has two digits");
-/// How often a thread loads four numbers before it uses them, so that many loads are in flight.
+/// The number of times that a thread loads four numbers before it uses them, so that many loads are in flight.
 constexpr u32 LOADED = 4;
 
 /// Returns a weight, which is at most 1, as a fixed-point number. The sum of a vocabulary of 2^24 tokens fits in 64 bits.
@@ -246,7 +246,7 @@ struct Candidates {
             known |= shared.found << shift;
             above = shared.above;
         }
-        // How many of the candidates whose weight has exactly these bits are needed.
+        // The number of candidates with exactly these weight bits that are needed.
         const u64 each = measure(__uint_as_float(known)), needed = (wanted - above + each - 1) / each;
         last = row.first_beyond([&](u64) { return needed - 1; },
                                 [&](u32 token, float weight) -> u64 { return all.keeps(token, weight) && __float_as_uint(weight) == known; });
@@ -306,7 +306,7 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *all
         const float temperature = settings.temperature, min_p = settings.min_p;
         const float least = likeliest.value + LOG_WEIGHT_MIN * temperature;
         changed.each([&](u32 candidate, float logit) {
-            // If the temperature is so low that the limit rounds to the maximum, the likeliest tokens remain candidates.
+            // If the temperature is so low that `least` is rounded to the maximum, the second condition keeps the likeliest tokens.
             const bool counts = (logit > least || logit == likeliest.value) && allowed(candidate, logit);
             const float weight = counts ? expf((logit - likeliest.value) / temperature) : 0.0f;
             row.numbers[candidate] = weight >= min_p ? weight : 0.0f;

@@ -17,24 +17,24 @@ use tandem_engine::{Chunk, Logits, Sampler, Sampling};
 use tandem_kv::BlockId;
 use tokio::time::Instant;
 
-/// The number of copies whose mean time is the ceiling.
+/// The number of copies that are timed. Their mean time gives the GPU's copy rate.
 const COPIES: u32 = 8;
 
-/// What is timed.
+/// The kernels and GEMMs that are timed.
 #[derive(Clone, Copy, Debug)]
 pub enum TimingCase {
     /// The GPU's highest rates: a GEMM of three square matrices of `width`, and a copy of `copy_bytes` bytes.
     Ceilings {
         /// Rows and columns of the matrices.
         width: usize,
-        /// Bytes that are copied: each is read and written once.
+        /// The number of bytes that are copied. Each is read once and written once.
         copy_bytes: usize,
     },
     /// The kernels of a step that computes `new` tokens of one sequence after `before` others.
     Prompt {
-        /// Tokens whose KV exists.
+        /// The number of tokens whose KV is already computed.
         before: usize,
-        /// Tokens that are computed.
+        /// The number of tokens that are computed.
         new: usize,
     },
     /// The kernels of a step that decodes one token for each of `batch` sequences of `context` tokens.
@@ -46,18 +46,18 @@ pub enum TimingCase {
     },
 }
 
-/// The time of a kernel or GEMM, and the work that it cannot avoid.
+/// The time of a kernel or GEMM, and the minimum work for its result.
 #[derive(Clone, Debug)]
 pub struct Timing {
-    /// The kernel, or the GEMM's place in the layer.
+    /// The name of the kernel, or of the GEMM's place in the layer.
     pub what: &'static str,
-    /// The step whose kernel it is, such as `decode 32 x 2048`.
+    /// The step to which the kernel belongs, such as `decode 32 x 2048`.
     pub case: String,
     /// The mean duration of one launch.
     pub seconds: f64,
-    /// Floating-point operations.
+    /// The number of floating-point operations.
     pub flop: f64,
-    /// Bytes that must be read from memory or written to it at least once.
+    /// The number of bytes that must be read from memory or written to it at least once.
     pub bytes: f64,
 }
 
@@ -70,7 +70,7 @@ impl TimingCase {
         }
     }
 
-    /// Returns the numbers of sequences, of new tokens of each, and of all tokens of each.
+    /// Returns three numbers: the sequences of a step, the new tokens of each sequence, and all tokens of each sequence.
     fn sequences(self) -> (usize, usize, usize) {
         match self {
             Self::Ceilings { .. } => (0, 0, 0),
@@ -131,7 +131,7 @@ fn ceilings<D: Device>(
         bytes: 6.0 * (width as f64).powi(2),
     });
     let (from, to) = (weights::fill(device, &pattern, copy_bytes)?, Memory::new(device, copy_bytes)?);
-    // Without a graph: the copies of a graph run on a copy engine, at half the rate that kernels and other copies reach.
+    // No graph is used, because the copies of a graph run on a copy engine, at half the rate that kernels and other copies reach.
     let copies = || (0..COPIES).try_for_each(|_| device.copy(from.address(), to.address(), copy_bytes));
     let seconds = second_run(&**device, copies)? / f64::from(COPIES);
     report(Timing { what: "copy", case, seconds, flop: 0.0, bytes: 2.0 * copy_bytes as f64 });
@@ -157,7 +157,7 @@ fn second_run<D: Device>(device: &D, launch: impl Fn() -> Result<(), CudaError>)
 }
 
 impl<D: Device> Runner<D> {
-    /// Writes random numbers to all memory that a step reads, because the speed of a GPU depends on the numbers.
+    /// Writes random numbers to all memory that a step reads, because the speed of a GPU depends on the values of its data.
     fn fill_with_numbers(&self) -> Result<(), CudaError> {
         let Rank { device, buffers, kv, .. } = &self.ranks[0];
         let pattern = Memory::of(device, &weights::drawn(self.shape().half))?;

@@ -67,7 +67,7 @@ fn given(shape: Shape, sequences: &[Sequence]) -> Given {
     Given { shape, blocks, pool, qkv }
 }
 
-/// Returns the offset in the pool of a slot's keys (if `values` is 0) or values (if it is 1) in the tested layer.
+/// Returns an offset in the pool for the tested layer: that of a slot's keys if `values` is 0, or that of its values if `values` is 1.
 fn place(shape: &Shape, block: BlockId, slot: usize, values: usize) -> usize {
     let row = shape.kv_heads * shape.head_dim * 2;
     block.0 as usize * shape.block_bytes() + ((LAYER * 2 + values) * shape.block_size + slot) * row
@@ -174,7 +174,7 @@ const fn sequence(before: usize, new: usize) -> Sequence {
 fn prompts_attend_to_all_earlier_positions() {
     // Fewer heads than Qwen3-8B has, but of the same size. Chunks start inside a tile or block, or end at the end of one.
     compare(shape(Half::BFloat16, 4, 1, 128, 16), &[sequence(0, 33), sequence(70, 40), sequence(63, 2), sequence(128, 64)]);
-    // A number of query heads per key head that does not divide a tile, a head length that is not a multiple of 16, and an odd block size.
+    // The number of query heads per key head does not divide a tile, the head length is no multiple of 16, and the block size is odd.
     compare(shape(Half::Float16, 14, 2, 24, 5), &[sequence(0, 19), sequence(61, 7)]);
     compare(shape(Half::Float16, 2, 2, 64, 16), &[sequence(100, 130)]);
 }
@@ -214,7 +214,7 @@ fn thread_blocks_that_share_a_tile_give_correct_attention() {
     }
 }
 
-/// Returns the shape with the smaller tiles for consumer GPUs, which have 99 KiB of shared memory per thread block.
+/// Returns the same shape with the smaller tiles for consumer GPUs, which have 99 KiB of shared memory per thread block.
 const fn small_shared(shape: Shape) -> Shape {
     Shape { small_shared_memory: true, ..shape }
 }

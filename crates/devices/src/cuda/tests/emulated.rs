@@ -20,8 +20,8 @@ use std::{
 
 type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
 
-/// Orders of execution, as sums of bits. With bit 1, threads and blocks run from last to first; with bit 2, asynchronous copies are done
-/// immediately instead of as late as possible.
+/// Orders of execution. Each is a sum of flags: 1 runs threads and blocks from last to first, and 2 performs asynchronous copies immediately,
+/// not as late as possible.
 pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 
 pub(super) struct Emulated {
@@ -356,7 +356,7 @@ impl Device for Emulated {
         Ok(())
     }
 
-    /// Checks and records the GEMMs; does not time them.
+    /// Checks the GEMMs and records that they are prepared. Does not time them.
     fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
             for operands in operands {

@@ -14,18 +14,18 @@ use tandem_grammar::{Kind, Vocabulary};
 
 const LIMITS: CudaLimits =
     CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8, urgent: false };
-/// Number of blocks that several sequences share at their start, filled with random KV.
+/// The number of blocks that several sequences share at their beginning. The blocks are filled with random KV.
 const SHARED_BLOCKS: u32 = 150;
-/// Number of blocks that belong to one sequence alone.
+/// The number of blocks that belong to one sequence alone.
 const OWN_BLOCKS: u32 = 10;
 
 struct Sequence {
-    /// The step in which the sequence starts.
+    /// The step in which the sequence begins.
     begins: usize,
     /// The number of positions before the prompt. Their blocks are shared with other sequences.
     before: usize,
     prompt: usize,
-    /// Number of tokens sampled.
+    /// The number of tokens that are sampled.
     samples: usize,
     sampling: Sampling,
 }
@@ -213,7 +213,7 @@ fn least_recently_used_graph_is_evicted() {
 }
 
 #[test]
-fn refused_capture_is_tried_again_after_a_pause_that_doubles() {
+fn refused_capture_is_retried_after_a_pause_that_doubles() {
     let (device, mut graphs) = (Emulated::new(&SHAPE, 0), Graphs::new(10, 20));
     let mut step = |rows| {
         let worked = AtomicUsize::new(0);
@@ -229,7 +229,7 @@ fn refused_capture_is_tried_again_after_a_pause_that_doubles() {
     step(2);
     assert_eq!(step(2), (2, [2, 2]), "the step is recorded in vain, and then launched");
     assert_eq!(step(1), (0, [2, 3]), "the graph that exists is still used");
-    // Counts the steps until a second and a third capture are refused.
+    // Counts the steps until the number of captures reaches `captures`.
     let mut until = |captures| (1..).find(|_| step(2).1[0] == captures).unwrap();
     assert_eq!([until(3), until(4)], [63, 128]);
     device.refuse_capture(false);

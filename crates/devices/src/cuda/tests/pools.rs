@@ -17,7 +17,7 @@ fn filled(blocks: &[BlockId]) -> Runner<Emulated> {
     engine
 }
 
-/// Pairs of a source and a destination block: five consecutive blocks, two in descending order, and the source's last block.
+/// Pairs of a source and a destination block: five consecutive blocks, two blocks in descending order, and the last block of the source.
 const MOVES: [(u32, u32); 8] = [(3, 9), (4, 10), (5, 11), (6, 12), (7, 13), (2, 40), (1, 41), (63, 0)];
 
 fn moves() -> Vec<(BlockId, BlockId)> {

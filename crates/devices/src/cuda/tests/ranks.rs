@@ -19,7 +19,7 @@ fn tokens(len: usize) -> Vec<TokenId> {
     (0..len).map(|_| random.below(33)).collect()
 }
 
-/// Covers all model families and weight types. For quantised matrices, the boundaries between shards are inside quantisation blocks.
+/// The test covers all model families and weight types. The boundaries between shards of quantised matrices are inside quantisation blocks.
 #[test]
 fn two_ranks_give_the_reference_logits() {
     for golden in goldens::goldens() {

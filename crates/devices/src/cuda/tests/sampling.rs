@@ -95,7 +95,7 @@ fn settings() -> Vec<Sampling> {
     ]
 }
 
-/// Returns bad words of one token, of any two tokens of which the first is even, and of many tokens.
+/// Returns bad words of three kinds: single tokens, all pairs of tokens whose first token is even, and one sequence of many tokens.
 fn bad_words() -> Arc<[BadWord]> {
     let pairs = (0..31).step_by(2).flat_map(|first| (0..31).map(move |last| vec![first, last])).collect();
     [vec![vec![3], vec![6]], pairs, vec![vec![7; 100]]].map(|forms| BadWord { text: String::new(), forms }).into()
@@ -103,7 +103,7 @@ fn bad_words() -> Arc<[BadWord]> {
 
 #[test]
 fn kernel_samples_the_same_tokens_as_the_host() {
-    // Rows of the last size are aligned to 16 bytes, and each thread loads several times.
+    // With the last size, rows are aligned to 16 bytes, and each thread loads numbers several times.
     for vocab_size in [1_013, 31, 9_000] {
         let mut random = Random::new(vocab_size as u64);
         let prompt: Vec<TokenId> = (0..20).map(|_| random.below(vocab_size as u32)).collect();
@@ -177,7 +177,7 @@ fn constrained_rows_sample_the_same_tokens_as_the_host() {
 }
 
 #[test]
-fn row_of_nans_gives_no_token_but_row_with_infinities_does() {
+fn row_of_nans_gives_no_token_and_row_with_infinities_gives_one() {
     let odd = [
         vec![f32::NEG_INFINITY; 40],
         vec![f32::NAN; 40],

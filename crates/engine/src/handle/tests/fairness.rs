@@ -18,7 +18,7 @@ async fn first_token(engine: &EngineHandle, question: Generate) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn request_is_delayed_by_only_a_few_steps_next_to_requests_of_128_samples() {
+async fn requests_of_128_samples_delay_another_request_by_only_a_few_steps() {
     let engine = start_with(SimEngine::new(SimSettings::default()), WORKER);
     let quiet = first_token(&engine, question(0, "")).await;
     let mut hostile = tokio::task::JoinSet::new();

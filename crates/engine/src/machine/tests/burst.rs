@@ -29,7 +29,8 @@ fn burst_of_equal_prompts_is_computed_once() {
     world.step();
     let load = world.machine.load();
     assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one sequence computes, the others hold no blocks");
-    // Job 0 has 935 tokens left. Each of the other jobs has only 7 tokens left, because tokens that it shares with an earlier job belong to that job.
+    // Job 0 has 935 tokens left. Each of the other jobs has only 7 tokens left, because the tokens that it shares with an earlier job are
+    // counted for that earlier job.
     assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "a token that several prompts need counts once");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);

@@ -108,7 +108,7 @@ fn sample_of_a_large_request_is_preempted_for_a_waiting_request() {
 }
 
 #[test]
-fn only_sequence_of_a_request_is_not_preempted_for_other_requests() {
+fn single_sequence_of_a_request_is_not_preempted_for_other_requests() {
     let first = samples("one long answer", 300, 1, 100);
     let mut world = World::new(26, SETTINGS);
     world.machine.generate(0, first.clone(), world.now).expect("the job fits in the cache");
@@ -233,7 +233,7 @@ fn long_account_name_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Each answer equals that of the same job running alone, however many accounts compete, and no block is left in use.
+    /// Each answer equals the answer of the same job when it runs alone, however many accounts compete, and no block is left in use.
     #[test]
     fn answers_in_a_mix_of_accounts_priorities_and_samples_equal_those_of_single_requests(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),

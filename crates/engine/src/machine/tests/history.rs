@@ -64,8 +64,8 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
-    /// A job that finishes has the text that it has when it runs alone, in whatever order jobs arrive, pause and end, and however small the cache and
-    /// the budget are. Counts are bounded, and at the end no block is held.
+    /// A job that finishes has the same text as when it runs alone, in whatever order jobs arrive, pause and end, and however small the cache
+    /// and the budget are. Counts are bounded, and at the end no block is held.
     #[test]
     fn jobs_in_any_history_have_the_same_text_as_single_jobs_and_free_all_blocks(
         operations in operations(), capacity in 12..40u32, budget in 1..100u32, priorities in prop::collection::vec((-1..2i32, -1..2i32), 40),

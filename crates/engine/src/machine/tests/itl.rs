@@ -9,8 +9,8 @@ fn device(tokens: u32, sequences: u32) -> Duration {
     Duration::from_secs_f64((prefill + decode) / 1e3)
 }
 
-/// Runs two answers while prompts arrive all the time. Returns the longest step after the first prompts, the total time of steps with prompts,
-/// and the part of that time which prompts took.
+/// Runs two answers while prompts arrive all the time. Returns the longest step after the first prompts, the total time of steps with
+/// prompts, and the part of that total time that prompt tokens took.
 fn longest_step(itl_max: Option<Duration>) -> (Duration, Duration, Duration) {
     let mut world = World::new(16_384, EngineSettings { chunk_budget: 2_048, itl_max, ..SETTINGS });
     world.device = device;

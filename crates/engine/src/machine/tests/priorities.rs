@@ -3,8 +3,8 @@
 use super::*;
 
 impl World {
-    /// Checks that few steps leave budget unused, and that a prompt which such a step leaves out is outranked by a request in the step that
-    /// awaits its first token.
+    /// Checks two rules: few steps leave budget unused; and if such a step leaves a prompt out, the step has a request that outranks the
+    /// prompt and awaits its first token.
     pub(super) fn check_left_out(&mut self, plan: &Plan) {
         let Machine { running, settings, .. } = &self.machine;
         let decodes = plan.chunks.iter().filter(|chunk| running[chunk.sequence].is_decoding()).count();
@@ -146,7 +146,7 @@ fn only_outranked_sequences_release_their_blocks_to_a_request() {
 }
 
 #[test]
-fn growth_revokes_outranked_reservations_only() {
+fn growing_sequence_revokes_reservations_except_those_that_outrank_it() {
     for (within, revoked) in [(0, true), (-1, false)] {
         let mut world = World::new(8, SETTINGS);
         let remote = Generate { kv: KvSource::Remote, ..ranked(0, within, generate(prompt("reserved", 40), 4)) };

@@ -98,7 +98,8 @@ fn resumed_job_receives_the_kv_of_prompt_and_generated_tokens() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// Each sample's text equals that of the same job running alone, however the job is interrupted and however small the cache is.
+    /// Each sample has the same text as when the job runs alone and without interruption, however the job is interrupted and however small
+    /// the cache is.
     #[test]
     fn job_resumed_at_any_token_has_the_same_text(
         len in 1..70usize,
