@@ -102,6 +102,7 @@ impl Scenario {
             priority: Priority::default(),
             max_wait: None,
             equal_prompt: None,
+            other_namespace_blocks: 0,
         }
     }
 

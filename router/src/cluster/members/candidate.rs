@@ -21,6 +21,7 @@ impl Member {
             family: self.family.clone(),
             excluded: false,
             tokens_max: capacity.min(context),
+            held_blocks: prefix.held_blocks,
             reported_blocks: prefix.reported_blocks,
             known_blocks: prefix.known_blocks,
             overlap_blocks: prefix.overlap_blocks,
@@ -45,10 +46,11 @@ impl Member {
         }
     }
 
-    /// Returns what is known of a prompt's leading blocks: those in the index, those that count as reported, and those that other prompts are about
-    /// to compute.
-    pub(in crate::cluster) fn prefix(&self, indexed: u32, reported: u32, computed: u32) -> MemberPrefix {
+    /// Returns what is known of a prompt's leading blocks: those that the index has, those of them that can be reused, those that count as reported,
+    /// and those that other prompts are about to compute.
+    pub(in crate::cluster) fn prefix(&self, held: u32, indexed: u32, reported: u32, computed: u32) -> MemberPrefix {
         MemberPrefix {
+            held_blocks: held.max(reported),
             reported_blocks: reported,
             known_blocks: indexed.max(computed),
             overlap_blocks: self.findings.correction().apply(reported),
