@@ -4,16 +4,12 @@
 //! of an earlier prompt. Each block of a prompt's head is hashed on its own here, without the blocks before it, so equal blocks after a difference
 //! are found if they are at the same place. Only hashes of 32 bits are kept, for the latest prompts of a bounded number of clients.
 
+use foldhash::fast::RandomState;
 use lru::LruCache;
 use metrics::Counter;
 use parking_lot::Mutex;
 use serde::Serialize;
-use std::{
-    collections::{VecDeque, hash_map::RandomState},
-    hash::BuildHasher,
-    num::NonZero,
-    sync::Arc,
-};
+use std::{collections::VecDeque, hash::BuildHasher, num::NonZero, sync::Arc};
 use tandem_kv::{Namespace, TokenId};
 use tandem_process::Metrics;
 
@@ -35,10 +31,10 @@ type Head = Arc<[u32]>;
 pub(crate) struct Heads {
     hasher: RandomState,
     registry: Metrics,
-    state: Mutex<State>,
+    state: Mutex<KnownHeads>,
 }
 
-struct State {
+struct KnownHeads {
     clients: LruCache<(String, String), ClientHeads>,
     /// The latest heads by model and first block, with a hash of each one's namespace.
     by_first: LruCache<(String, u32), VecDeque<(u64, Head)>>,
@@ -73,8 +69,8 @@ struct FirstDifferences {
 
 impl Heads {
     pub(crate) fn new(registry: Metrics) -> Self {
-        let state = State { clients: LruCache::new(CLIENTS_MAX), by_first: LruCache::new(FIRST_BLOCKS_MAX) };
-        Self { hasher: RandomState::new(), registry, state: Mutex::new(state) }
+        let state = KnownHeads { clients: LruCache::new(CLIENTS_MAX), by_first: LruCache::new(FIRST_BLOCKS_MAX) };
+        Self { hasher: RandomState::default(), registry, state: Mutex::new(state) }
     }
 
     /// Records a prompt of this client. Returns how many of its leading blocks a recent prompt in another namespace has.

@@ -100,9 +100,9 @@ impl PrefixIndex {
         worker
     }
 
-    /// Sets the number by which [`Self::removed`] names the worker: [`OWNER_MAX`] at most. Until it is set it is 0, and the blocks that the worker
-    /// removes are not remembered.
-    pub(crate) fn set_owner(&self, worker: WorkerSlot, owner: u16) {
+    /// Sets the number that is remembered with the blocks that the worker removes: 4,095 at most. Until it is set it is 0, and these blocks are not
+    /// remembered.
+    pub fn set_owner(&self, worker: WorkerSlot, owner: u16) {
         self.writer.lock().set_owner(worker, owner);
     }
 

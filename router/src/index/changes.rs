@@ -3,6 +3,7 @@
 use super::{
     PrefixIndex, Skipped, WorkerSlot,
     followed::Followed,
+    removed::RemovedFrom,
     run::{BlockRun, RUN_BLOCKS, common},
     shard::{BlockPlace, IndexShard, Link, RunId, shard_of},
     table::{ENTRIES_MAX, HashTable},
@@ -34,10 +35,7 @@ struct Row {
     runs: HashTable,
     /// How many of the blocks are markers ([`SequenceHash::is_marker`]).
     markers: u64,
-    /// The number of the worker whose cache the row is, as in [`PrefixIndex::set_owner`].
-    owner: u16,
-    /// Whether the row was replaced by an empty one, or its worker was removed.
-    lost: bool,
+    removed_from: RemovedFrom,
 }
 
 impl IndexWriter {
@@ -72,21 +70,19 @@ impl IndexWriter {
 
     pub(super) fn set_owner(&mut self, worker: WorkerSlot, owner: u16) {
         if let Some(row) = self.row(worker) {
-            self.rows[row as usize].owner = owner;
+            self.rows[row as usize].removed_from.owner = owner;
         }
     }
 
-    /// Returns the number of the row's worker, and whether its blocks are lost instead of evicted.
-    pub(super) fn removed_by(&self, row: u32) -> (u16, bool) {
-        let Row { owner, lost, .. } = self.rows[row as usize];
-        (owner, lost)
+    pub(super) fn removed_from(&self, row: u32) -> RemovedFrom {
+        self.rows[row as usize].removed_from
     }
 
     /// Removes the worker and returns its row, which the caller must retire; `None` if there is no such worker.
     pub(super) fn remove_worker(&mut self, worker: WorkerSlot) -> Option<u32> {
         let row = self.row_of.get_mut(worker.0 as usize)?.take();
         if let Some(row) = row {
-            self.rows[row as usize].lost = true;
+            self.rows[row as usize].removed_from.lost = true;
         }
         while self.row_of.last() == Some(&None) {
             self.row_of.pop();
@@ -107,8 +103,8 @@ impl IndexWriter {
     pub(super) fn set_row(&mut self, worker: WorkerSlot, row: u32) -> Option<u32> {
         let old = self.row_of[worker.0 as usize].replace(row);
         if let Some(old) = old {
-            self.rows[row as usize].owner = self.rows[old as usize].owner;
-            self.rows[old as usize].lost = self.blocks(row) == 0;
+            self.rows[row as usize].removed_from.owner = self.rows[old as usize].removed_from.owner;
+            self.rows[old as usize].removed_from.lost = self.blocks(row) == 0;
         }
         old
     }
@@ -376,7 +372,7 @@ impl PrefixIndex {
             blocks.prefetch(self.mix(*hash));
             self.removed.prefetch(self.mix(*hash));
         };
-        let (owner, _) = writer.removed_by(row);
+        let removed_from = writer.removed_from(row);
         hashes.iter().take(AHEAD).for_each(|hash| prefetch(&writer.rows[row as usize].blocks, hash));
         while let Some(first) = hashes.first() {
             let Some(BlockPlace { run: id, offset }) = self.locate(writer, row, *first) else {
@@ -412,11 +408,11 @@ impl PrefixIndex {
                 }
                 let offset = if up > down { offset + at } else { offset - at };
                 blocks.remove(self.mix(*hash), BlockPlace { run: id, offset }.value());
-                self.removed.add(self.mix(*hash), owner, false);
+                self.removed.add(self.mix(*hash), removed_from);
             }
             for (at, hash) in kept.iter().enumerate() {
                 blocks.remove(self.mix(*hash), BlockPlace { run: id, offset: end + at }.value());
-                self.removed.add(self.mix(*hash), owner, false);
+                self.removed.add(self.mix(*hash), removed_from);
             }
             self.shorten(writer, &mut self.shards[id.shard()].write(), id, row, held as u32, start as u32);
             hashes = &hashes[count..];

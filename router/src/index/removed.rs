@@ -15,7 +15,7 @@ const BUCKET_ENTRIES: usize = 8;
 /// The memory of the table: 8 MiB for 1,048,576 blocks. It is allocated when the first block is removed.
 pub(super) const BYTES: usize = size_of::<Bucket>() << BUCKETS_BITS;
 
-/// The parts of an entry, from its lowest bit on: [`RemovedBlock::lost`] (2 bits: 1 evicted, 2 lost), the owner, the time, and a part of the hash.
+/// The parts of an entry, from its lowest bit on: how the block was removed (2 bits: 1 evicted, 2 lost), the owner, the time, and a part of the hash.
 const OWNER_BITS: u32 = 12;
 const TIME_BITS: u32 = 22;
 const TIME_SHIFT: u32 = 2 + OWNER_BITS;
@@ -29,6 +29,15 @@ pub(crate) const OWNER_MAX: u16 = (1 << OWNER_BITS) - 1;
 #[derive(Default)]
 #[repr(align(64))]
 struct Bucket([AtomicU64; BUCKET_ENTRIES]);
+
+/// The cache from which blocks are removed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RemovedFrom {
+    /// The number of the worker; 0: its blocks are not remembered.
+    pub(super) owner: u16,
+    /// Whether the worker has left, or its cache was cleared.
+    pub(super) lost: bool,
+}
 
 #[derive(Default)]
 pub(super) struct RemovedBlocks {
@@ -63,8 +72,8 @@ impl RemovedBlocks {
         prefetch(self.buckets.get().map_or(&[], |buckets| &**buckets), bucket_of(mixed));
     }
 
-    /// Records that the block with this mixed hash was removed now. Blocks of owner 0 are not remembered.
-    pub(super) fn add(&self, mixed: u64, owner: u16, lost: bool) {
+    /// Records that the block with this mixed hash was removed now.
+    pub(super) fn add(&self, mixed: u64, RemovedFrom { owner, lost }: RemovedFrom) {
         if owner == 0 {
             return;
         }
@@ -131,9 +140,9 @@ mod tests {
         let removed = RemovedBlocks::default();
         assert_eq!((removed.prefix(0, 9, |at| mix(at as u64)), removed.bytes()), (None, 0));
         removed.set_time(100);
-        (3..40).for_each(|block| removed.add(mix(block), 7, block < 10));
+        (3..40).for_each(|block| removed.add(mix(block), RemovedFrom { owner: 7, lost: block < 10 }));
         removed.set_time(150);
-        (20..30).for_each(|block| removed.add(mix(block), OWNER_MAX, false));
+        (20..30).for_each(|block| removed.add(mix(block), RemovedFrom { owner: OWNER_MAX, lost: false }));
         removed.set_time(160);
         let prefix = |from: usize, len: usize| removed.prefix(from, len, |block| mix(block as u64));
         assert_eq!(prefix(0, 40), None, "the first block is not removed");
@@ -143,7 +152,7 @@ mod tests {
         assert_eq!(prefix(20, 70), Some(RemovedPrefix { blocks: 40, owner: 7, age_s: 60, lost: false }));
         assert_eq!(removed.bytes(), BYTES);
         removed.set_time(161);
-        (1_000..40_000).for_each(|block| removed.add(mix(block), 1, false));
+        (1_000..40_000).for_each(|block| removed.add(mix(block), RemovedFrom { owner: 1, lost: false }));
         assert_eq!(prefix(3, 40), None, "the oldest are forgotten");
         let kept = (1_000..40_000).filter(|block| removed.find(mix(*block)).is_some()).count();
         assert!(kept > BYTES / 8 * 9 / 10, "{kept} newer ones are kept");
@@ -152,7 +161,7 @@ mod tests {
     #[test]
     fn blocks_without_an_owner_are_not_remembered() {
         let removed = RemovedBlocks::default();
-        removed.add(mix(1), 0, false);
+        removed.add(mix(1), RemovedFrom { owner: 0, lost: false });
         assert_eq!((removed.prefix(0, 1, |_| mix(1)), removed.bytes()), (None, 0));
     }
 
@@ -160,7 +169,7 @@ mod tests {
     fn times_that_begin_again_keep_their_distance() {
         let removed = RemovedBlocks::default();
         removed.set_time(u64::from(TIME_MASK) - 5);
-        removed.add(mix(1), 1, false);
+        removed.add(mix(1), RemovedFrom { owner: 1, lost: false });
         removed.set_time(u64::from(TIME_MASK) + 10);
         assert_eq!(removed.prefix(0, 1, |_| mix(1)).map(|prefix| prefix.age_s), Some(15));
     }

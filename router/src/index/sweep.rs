@@ -14,7 +14,7 @@ impl PrefixIndex {
         if writer.drop_places(row) > 0 {
             return true;
         }
-        let (owner, lost) = writer.removed_by(row);
+        let removed_from = writer.removed_from(row);
         for _ in 0..SLICE_RUNS {
             if writer.sweeping.is_empty() {
                 writer.sweeping = writer.take_runs(row);
@@ -30,7 +30,7 @@ impl PrefixIndex {
             let held = shard.get(id).map_or(0, |run| run.holders.get(row));
             if held > 0 {
                 let hashes = &shard.run(id).hashes[..held as usize];
-                hashes.iter().for_each(|hash| self.removed.add(self.mix(*hash), owner, lost));
+                hashes.iter().for_each(|hash| self.removed.add(self.mix(*hash), removed_from));
                 self.shorten(&mut writer, &mut shard, id, row, held, 0);
             }
         }

@@ -28,7 +28,7 @@ mod text;
 mod timeline;
 
 pub use distribution::TimeSummary;
-pub use outcome::{CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer, RequestOutcome};
+pub use outcome::{CAUSES_MAX, CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer, PrefixTokens, RequestOutcome};
 pub use page::html;
 pub use plan::{PlanSummary, TriedCluster};
 pub use recorder::{Recorder, Roles, Slo};
@@ -60,6 +60,8 @@ pub struct Report {
     pub goodput: Option<Goodput>,
     /// The tokens of all complete answers.
     pub tokens: Tokens,
+    /// What could have been cached of the prompts, and why the rest was not; `None` if the server does not report it.
+    pub prefix: Option<PrefixTokens>,
     /// How late requests were sent, compared with when they were due.
     pub late: Late,
     /// How evenly the load was spread; `None` if the workers are not known.
