@@ -18,11 +18,14 @@ fn requests() -> Vec<SimulatedRequest> {
     documents(DOCUMENTS, BLOCKS, QUESTIONS, 5)
 }
 
-/// Simulates questions about documents. A worker can cache this number of documents. Checks that found tokens and causes are all tokens, and that they
+/// Simulates questions about documents, `concurrency` at a time. A worker can cache this number of documents. Checks that found tokens and causes are all tokens, and that they
 /// are what the workers have counted.
-fn simulated(size: Size, cached_documents: u64) -> Funnel {
-    let mut cluster =
-        SimulatedCluster { block_tokens: BLOCK_TOKENS, concurrency: Some(4), ..SimulatedCluster::new(RoutingRule::Tandem, size) };
+fn simulated(size: Size, concurrency: usize, cached_documents: u64) -> Funnel {
+    let mut cluster = SimulatedCluster {
+        block_tokens: BLOCK_TOKENS,
+        concurrency: Some(concurrency),
+        ..SimulatedCluster::new(RoutingRule::Tandem, size)
+    };
     cluster.device.capacity_tokens = (BLOCKS + 2) * BLOCK_TOKENS * cached_documents;
     let mut recorder = Recorder::new(Slo::default());
     let totals = simulate(&cluster, requests(), &mut |outcome| {
@@ -35,17 +38,19 @@ fn simulated(size: Size, cached_documents: u64) -> Funnel {
     assert_eq!(missed + funnel.found, funnel.prompt);
     assert!(funnel.possible >= funnel.eligible && funnel.eligible >= funnel.found, "{funnel:?}");
     assert_eq!(funnel.causes.tokens(Cause::BelowBlock), DOCUMENTS * QUESTIONS * (BLOCK_TOKENS - 1));
-    // Whatever the workers did meanwhile, a document is new when the first question about it arrives, and never again.
-    assert_eq!(funnel.causes.tokens(Cause::NewText), DOCUMENTS * BLOCKS * BLOCK_TOKENS);
+    // Whatever the workers did meanwhile, a document is new when the first question about it arrives, and never again. The first one may be computed
+    // after a later one, and then finds its blocks.
+    let (new, expected) = (funnel.causes.tokens(Cause::NewText), DOCUMENTS * BLOCKS * BLOCK_TOKENS);
+    assert!(new == expected || concurrency > 1 && new < expected && new > expected * 9 / 10, "{new} of {expected}");
     funnel
 }
 
 #[test]
 fn new_text_is_what_no_earlier_request_had_and_evicted_blocks_are_known() {
-    for size in [Size::Mixed(3), Size::Split { prefill: 2, decode: 2 }] {
-        let small = simulated(size, 8);
+    for (size, concurrency) in [(Size::Mixed(3), 1), (Size::Mixed(3), 6), (Size::Split { prefill: 2, decode: 2 }, 1)] {
+        let small = simulated(size, concurrency, 8);
         assert!(small.causes.tokens(Cause::Evicted) > small.found, "{small:?}");
-        let large = simulated(size, 100);
+        let large = simulated(size, concurrency, 100);
         assert_eq!(large.causes.tokens(Cause::Evicted), 0, "{large:?}");
         assert_eq!(large.causes.tokens(Cause::GroupRule) + large.causes.tokens(Cause::OtherNamespace), 0);
     }
@@ -53,7 +58,7 @@ fn new_text_is_what_no_earlier_request_had_and_evicted_blocks_are_known() {
 
 #[test]
 fn engines_that_report_their_caches_find_what_was_expected() {
-    let funnel = simulated(Size::Mixed(1), 100);
+    let funnel = simulated(Size::Mixed(1), 4, 100);
     assert_eq!((funnel.causes.tokens(Cause::Engine), funnel.causes.tokens(Cause::HeldElsewhere)), (0, 0));
     assert_eq!(funnel.possible, funnel.eligible);
 }
