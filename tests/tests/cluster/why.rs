@@ -3,7 +3,7 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
+use tandem::settings::{PrefillPlace, UpSettings};
 use tandem_tests::{Answer, Client, Endpoint, TestCluster, prose, sim_settings_with, start, wait_until};
 
 /// A cluster with what its clients have received.
@@ -116,19 +116,18 @@ async fn each_token_has_a_cause_on_simulated_workers() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn each_token_has_a_cause_with_the_real_model() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
-    assert_eq!(settings.model.engine, EngineKind::Cpu);
     check_causes(settings).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn evicted_prompts_are_named_with_the_worker_that_removed_them() -> Result<()> {
     let mut settings = sim_settings_with(PrefillPlace::Local);
-    settings.worker.kv_capacity_tokens = Some(4_096);
+    settings.worker.kv_capacity_tokens = Some(16_384);
     settings.decode_workers = 1;
     let mut explained = Explained::start(settings).await?;
     let text = prose("evicted", 1_000);
     explained.ask(&text, "").await?;
-    for number in 0..3 {
+    for number in 0..20 {
         explained.ask(&prose(&format!("{number}"), 1_000), "").await?;
     }
     let evicted = explained.ask(&text, "").await?;
