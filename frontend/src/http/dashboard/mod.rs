@@ -71,6 +71,10 @@ pub(super) fn routes(chat: Neighbour) -> Router<Arc<App>> {
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
         .route("/dashboard/history", get(history))
+        .route(
+            "/dashboard/breakers",
+            get(async |State(app): State<Arc<App>>| guarded(Json(json!({ "clients": app.heads.broken() })))),
+        )
         // The metrics are also served below the page's path. So a proxy that routes by path can send all requests of a page to the same
         // frontend.
         .route("/dashboard/metrics", get(health::metrics))
