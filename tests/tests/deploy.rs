@@ -18,7 +18,8 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
 };
-use tandem::{cli::Cli, model::ModelSource};
+use tandem::cli::Cli;
+use tandem_model_store::ModelSource;
 
 /// The maximum number of levels of nested merge keys in a compose file: hardened, tandem, prefill, prefill-2.
 const MERGES_MAX: usize = 4;

@@ -37,6 +37,9 @@ pub struct ClusterTlsFiles {
 impl ClusterTlsFiles {
     /// Reads the files and returns the certificate. It must name a process with this role and, if `cluster` is set, a process of this
     /// cluster.
+    ///
+    /// # Errors
+    /// A file cannot be read, or the certificate cannot be used.
     pub fn open(
         paths: ClusterTlsPaths,
         role: PeerRole,

@@ -213,6 +213,9 @@ impl Trace {
     }
 
     /// Reads the rows in order and passes each to `each`, until `each` returns `Break`.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be read, or if a row is invalid.
     pub fn read(&self, each: &mut dyn FnMut(Row) -> ControlFlow<()>) -> Result<(), TraceError> {
         let (mut index, mut first, mut last) = (0, None::<Duration>, None::<Duration>);
         if self.settings.limit == Some(0) {
