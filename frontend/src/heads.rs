@@ -26,7 +26,7 @@ const NAMESPACES_MAX: usize = 2;
 const FROM_TOKENS: [u32; 10] = [0, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096];
 
 /// The hashes of the first blocks of a prompt, each without those before it.
-type Head = Arc<[u32]>;
+type PromptHead = Arc<[u32]>;
 
 pub(crate) struct Heads {
     hasher: RandomState,
@@ -37,11 +37,11 @@ pub(crate) struct Heads {
 struct KnownHeads {
     clients: LruCache<(String, String), ClientHeads>,
     /// The latest heads by model and first block, with a hash of each one's namespace.
-    by_first: LruCache<(String, u32), VecDeque<(u64, Head)>>,
+    by_first: LruCache<(String, u32), VecDeque<(u64, PromptHead)>>,
 }
 
 struct ClientHeads {
-    recent: VecDeque<Head>,
+    recent: VecDeque<PromptHead>,
     broken: BrokenPrefixes,
     prompts_lost: Counter,
     tokens_lost: Counter,
@@ -77,7 +77,7 @@ impl Heads {
     pub(crate) fn record(&self, client: &str, model: &str, namespace: &Namespace, block_size: u32, tokens: &[TokenId]) -> u32 {
         let reusable = &tokens[..tokens.len().saturating_sub(1)];
         let blocks = reusable.chunks_exact(block_size.max(1) as usize).take(HEAD_BLOCKS);
-        let head: Head = blocks.map(|block| self.hasher.hash_one(block) as u32).collect();
+        let head: PromptHead = blocks.map(|block| self.hasher.hash_one(block) as u32).collect();
         let Some(first) = head.first() else { return 0 };
         let namespace = self.hasher.hash_one(namespace);
         let mut state = self.state.lock();
@@ -115,10 +115,10 @@ impl Heads {
 }
 
 impl ClientHeads {
-    fn add(&mut self, head: Head, block_size: u32) {
+    fn add(&mut self, head: PromptHead, block_size: u32) {
         self.broken.prompts += 1;
         let reused = self.recent.iter().map(|earlier| common(earlier, &head)).max().unwrap_or(0);
-        let equal_after = |earlier: &Head| {
+        let equal_after = |earlier: &PromptHead| {
             let after = earlier.iter().zip(&*head).skip(reused as usize);
             (after.filter(|(one, other)| one == other).count() as u64, common(earlier, &head))
         };

@@ -7,9 +7,9 @@ use tandem_proto::{
     v1::{KnownPrefix, PrefixFacts},
 };
 
-/// Who reads the details.
+/// The reader of the details.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reader {
+pub(crate) enum DetailsReader {
     /// A client, which must not learn what other accounts have sent.
     Client,
     Operator,
@@ -72,11 +72,11 @@ pub(crate) fn funnel(placement: &Placement, prompt_tokens: u32, found: u32) -> O
 
 impl PrefixDetails {
     /// Returns the details of a prompt. `found` is the number of cached tokens that its worker has reported.
-    pub(crate) fn new(placement: &Placement, prompt_tokens: u32, found: Option<u32>, reader: Reader) -> Option<Self> {
+    pub(crate) fn new(placement: &Placement, prompt_tokens: u32, found: Option<u32>, reader: DetailsReader) -> Option<Self> {
         let facts = placement.prefix.as_ref()?;
         let funnel = funnel(placement, prompt_tokens, found.unwrap_or(0))?;
         let tokens = |blocks: u32| blocks.saturating_mul(placement.block_size).min(prompt_tokens);
-        let causes = if reader == Reader::Client { funnel.causes.within_namespace() } else { funnel.causes };
+        let causes = if reader == DetailsReader::Client { funnel.causes.within_namespace() } else { funnel.causes };
         let nearest = nearest(facts, &placement.prefilling().worker.worker_id);
         let elsewhere = facts.anywhere.as_ref().filter(|held| held.blocks > facts.expected_blocks);
         Some(Self {
@@ -135,7 +135,7 @@ mod tests {
         };
         let details = |found, reader| json!(PrefixDetails::new(&placement(Some(facts.clone())), 135, found, reader));
         assert_eq!(
-            details(Some(32), Reader::Operator),
+            details(Some(32), DetailsReader::Operator),
             json!({
                 "possible_tokens": 64, "eligible_tokens": 48, "chosen_tokens": 32, "regret_ms": 3.0,
                 "uncached": { "held_elsewhere": 32, "evicted": 32, "other_namespace": 16, "new_text": 16, "below_block": 7 },
@@ -144,9 +144,9 @@ mod tests {
                 "elsewhere": { "worker": "d2", "tokens": 64, "more_ms": null, "saved_ms": 0.0 },
             })
         );
-        let of_client = details(Some(32), Reader::Client);
+        let of_client = details(Some(32), DetailsReader::Client);
         assert_eq!(of_client["uncached"], json!({ "held_elsewhere": 32, "evicted": 32, "new_text": 32, "below_block": 7 }));
-        assert_eq!(details(None, Reader::Operator)["uncached"], json!(null));
-        assert_eq!(json!(PrefixDetails::new(&placement(None), 135, Some(0), Reader::Operator)), json!(null));
+        assert_eq!(details(None, DetailsReader::Operator)["uncached"], json!(null));
+        assert_eq!(json!(PrefixDetails::new(&placement(None), 135, Some(0), DetailsReader::Operator)), json!(null));
     }
 }

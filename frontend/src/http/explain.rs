@@ -5,7 +5,7 @@ use super::{app::App, incoming::Job};
 use crate::{
     dispatch::{Prompt, placement::Placement},
     error::ApiError,
-    prefix::{PrefixDetails, Reader},
+    prefix::{DetailsReader, PrefixDetails},
 };
 use axum::{
     Json,
@@ -32,7 +32,7 @@ fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
     // The causes are those of a worker that finds what is expected of it.
     let prefix = placement.as_ref().and_then(|placement| {
         let expected = placement.prefilling().overlap_blocks.saturating_mul(placement.block_size);
-        PrefixDetails::new(placement, prompt.tokens.len() as u32, Some(expected), Reader::Client)
+        PrefixDetails::new(placement, prompt.tokens.len() as u32, Some(expected), DetailsReader::Client)
     });
     json!({
         "prompt_tokens": prompt.tokens.len(),

@@ -4,7 +4,7 @@ use crate::{
     calls::Call,
     dispatch::Facts,
     metrics::{CLIENT_CLOSED, FrontendMetrics},
-    prefix::{self, PrefixDetails, Reader, Uncached},
+    prefix::{self, DetailsReader, PrefixDetails, Uncached},
     recent::{Chunk, FailedAttempt, Finished, PromptDetails, Recent, Stages},
     stream::AnswerEvent,
     usage::{CachedSource, PromptUsage, cached, usage},
@@ -176,7 +176,8 @@ impl Progress {
 
     /// Returns the answer's extension object `tandem`: one object if the request has one prompt, else a list with an object for each prompt.
     pub(super) fn details(&self) -> Value {
-        let prompts: Vec<PromptDetails> = self.prompts.iter().map(|prompt| prompt.details(self.since, Reader::Client)).collect();
+        let prompts: Vec<PromptDetails> =
+            self.prompts.iter().map(|prompt| prompt.details(self.since, DetailsReader::Client)).collect();
         if let [only] = prompts.as_slice() { json!(only) } else { json!({ "prompts": prompts }) }
     }
 }
@@ -203,7 +204,7 @@ impl Drop for Progress {
                 cached_tokens: prompt.usage.cached.as_ref().map(|cached| cached.tokens),
                 block_size: prompt.facts.as_ref().map(|facts| facts.placement.block_size),
                 funnel: prompt.funnel(),
-                details: prompt.details(self.since, Reader::Operator),
+                details: prompt.details(self.since, DetailsReader::Operator),
                 steps: prompt.stages(self.since),
             });
         }
@@ -270,7 +271,7 @@ impl PromptProgress {
         prefix::funnel(&self.facts.as_ref()?.placement, self.usage.prompt_tokens, self.found()?)
     }
 
-    fn details(&self, since: Instant, reader: Reader) -> PromptDetails {
+    fn details(&self, since: Instant, reader: DetailsReader) -> PromptDetails {
         let facts = self.facts.as_deref();
         let placement = facts.map(|facts| &facts.placement);
         let started = facts.map(|facts| facts.started).unwrap_or_default();
