@@ -107,13 +107,13 @@ impl SequenceHash {
         Self::marker(mix(self.0 ^ Self::REUSE_POINTS.0) >> 16)
     }
 
-    /// Whether this is no block with tokens, but one that says something about other blocks. Such a block begins a prompt, and no block follows it. Of
-    /// 65,536 blocks with tokens, one has the same first bits.
+    /// Whether this is no block with tokens, but one that says something about other blocks. Such a block begins a prompt or follows another such
+    /// block. Of 65,536 blocks with tokens, one has the same first bits.
     pub const fn is_marker(self) -> bool {
         self.0 >> 48 == 0x5265
     }
 
-    const fn marker(bits: u64) -> Self {
+    pub(crate) const fn marker(bits: u64) -> Self {
         Self(0x5265 << 48 | bits)
     }
 

@@ -10,6 +10,7 @@ mod candidate;
 use super::{
     booking::{BookingEntry, LoadByRole},
     findings::Findings,
+    loads::LoadTimes,
     request::PlacementError,
     texts,
 };
@@ -22,8 +23,8 @@ use crate::{
     predictions::{Predictions, UnreportedPrompts},
     prefill_queue::{Departure, PrefillQueue},
     rates::{MeasuredLogs, Measurement},
-    route::{Candidate, NoEligibleWorker, WorkerRole, paired_families},
-    settings::{Costs, PrefillPlace},
+    route::{NoEligibleWorker, WorkerRole, paired_families},
+    settings::PrefillPlace,
     subscription::{EventRoute, ReportedStats, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
@@ -87,6 +88,7 @@ pub(super) struct Member {
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
     pub(super) findings: Findings,
+    pub(super) loads: LoadTimes,
     /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
     pub(super) placements: v1::PlacementTotals,
 }
@@ -217,6 +219,7 @@ impl ClusterMembers {
             breaker: Breaker::default(),
             series,
             findings: Findings::default(),
+            loads: LoadTimes::default(),
             placements: v1::PlacementTotals::default(),
         };
         self.by_id.insert(id, member);
@@ -384,30 +387,6 @@ impl ClusterMembers {
             return None;
         }
         Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
-    }
-
-    /// Returns each of these members as a candidate for a placement, in their order. A member is marked as excluded if it is in `excluded`, or
-    /// if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
-    pub(super) fn candidates(
-        &self,
-        members: &[&Member],
-        hashes: &[SequenceHash],
-        excluded: &BTreeSet<InstanceId>,
-        breakers_at: Option<Instant>,
-        costs: &Costs,
-    ) -> Vec<Candidate> {
-        let (reported, predicted, now) = (self.index.overlap(hashes), self.predictions.leading_blocks(hashes), self.now());
-        let unreported = self.unreported.leading_blocks(hashes, now);
-        let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
-        let candidate = |member: &&Member| {
-            let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            let (indexed, late) = (of(&reported, member), of(&unreported, member));
-            // Without its reuse points, it is unknown how much of an unreported prompt a hybrid model can reuse.
-            let is_known = late > indexed && !self.index.has_first(member.slot, SequenceHash::REUSE_POINTS);
-            let prefix = member.prefix(indexed, if is_known { late } else { indexed }, of(&predicted, member));
-            Candidate { excluded, ..member.candidate(prefix, now, costs) }
-        };
-        members.iter().map(candidate).collect()
     }
 
     /// Adds the booking, with its load, to its decode worker and its prefill worker, as far as they are members.

@@ -7,6 +7,7 @@ mod booking;
 mod bookings;
 mod explain;
 mod findings;
+mod loads;
 mod members;
 mod peers;
 mod placement;
@@ -38,6 +39,7 @@ use crate::{
 use booking::{BookingEntry, LoadByRole, Prediction, SAMPLES_MAX};
 use bookings::Bookings;
 use findings::FoundBlocks;
+use loads::ExpectedLoads;
 use members::{ClusterMembers, Member};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
@@ -306,6 +308,13 @@ impl ClusterState {
                 reported: computes.reported_blocks,
                 overlap: overlap_blocks,
                 known: computes.known_blocks,
+                loads: ExpectedLoads::new(
+                    &decision.candidates,
+                    choice,
+                    decision.first_token_ms(choice),
+                    decision.query.block_size,
+                    self.members.now(),
+                ),
             }),
             answer,
             waiting: decision.waiting(request, choice),
@@ -348,14 +357,17 @@ impl ClusterState {
     /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. `cached_tokens` may be known only in a later call.
     /// The first known number is compared with the overlap that the placement predicted.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
+        let now = self.members.now();
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
+        booking.prediction.iter_mut().for_each(|prediction| prediction.loads.on_first_token(now));
         let Some(actual) = cached_tokens.map(u64::from) else { return };
         let prediction = booking.prediction.take();
         let computed_on = self.members.of_mut(booking.prefills_on());
-        if let (Some(member), Some(Prediction { block_size, reported, overlap, known })) = (computed_on, prediction) {
+        if let (Some(member), Some(Prediction { block_size, reported, overlap, known, loads })) = (computed_on, prediction) {
             let predicted = u64::from(overlap) * u64::from(block_size);
             let found = u32::try_from(actual / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
             member.findings.add(FoundBlocks { reported, known, found });
+            member.loads.learn(&loads, found, now);
             member.export_findings();
             let Member { series, placements, .. } = member;
             let (over, under) = (predicted.saturating_sub(actual), actual.saturating_sub(predicted));

@@ -7,6 +7,7 @@ mod membership;
 mod models;
 mod peers;
 mod placement;
+mod tiers;
 mod wait;
 
 use super::*;
