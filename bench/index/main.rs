@@ -53,7 +53,10 @@ impl Index for PrefixIndex {
 
     fn new(workers: u32) -> (Self, ()) {
         let index = PrefixIndex::new(3);
-        (0..workers).for_each(|worker| assert_eq!(index.add_worker(), WorkerSlot(worker)));
+        for worker in 0..workers {
+            assert_eq!(index.add_worker(), WorkerSlot(worker));
+            index.set_owner(WorkerSlot(worker), 1);
+        }
         (index, ())
     }
 

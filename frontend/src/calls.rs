@@ -1,6 +1,6 @@
 //! Calls of the API: the key with which a client makes one, and the line that the audit log has for it.
 
-use crate::{clock::timestamp, keys::Key, metrics::CLIENT_CLOSED};
+use crate::{clock::timestamp, keys::Key, metrics::CLIENT_CLOSED, prefix::Uncached};
 use ::metrics::Counter;
 use axum::http::StatusCode;
 use parking_lot::Mutex;
@@ -67,6 +67,9 @@ struct Line {
     prompt_tokens: Option<u32>,
     cached_tokens: Option<u32>,
     completion_tokens: Option<u32>,
+    /// The prompt tokens that were not cached, by cause; absent if it is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uncached: Option<Uncached>,
     duration_ms: f64,
     /// The address of calls without a valid key; `None`: the call has a key, or its address has no line of its own.
     address: Option<IpAddr>,
@@ -163,9 +166,10 @@ impl Call {
         self.set(|line| line.status = CLIENT_CLOSED);
     }
 
-    /// Records the usage of an answer, complete or not.
-    pub(crate) fn used(&self, usage: &Usage) {
+    /// Records the usage of an answer, complete or not, and why tokens of its prompts were not cached.
+    pub(crate) fn used(&self, usage: &Usage, uncached: Option<Uncached>) {
         self.set(|line| {
+            line.uncached = uncached;
             line.prompt_tokens = Some(usage.prompt_tokens);
             line.cached_tokens = usage.prompt_tokens_details.cached_tokens;
             line.completion_tokens = Some(usage.completion_tokens);
@@ -197,6 +201,7 @@ mod tests {
     use super::*;
     use serde_json::Value;
     use std::io::{self, Write};
+    use tandem_proto::{Causes, v1::PrefixFacts};
 
     #[derive(Clone, Default)]
     struct Disk(Arc<Mutex<Vec<u8>>>);
@@ -242,11 +247,12 @@ mod tests {
             prompt_tokens: Some(20),
             cached_tokens: Some(16),
             completion_tokens: Some(5),
+            uncached: Some(Uncached(Causes::of(&PrefixFacts { reusable_blocks: 1, ..Default::default() }, 20, 16, 0))),
             duration_ms: 1.5,
             address: Some(IpAddr::from([10, 0, 0, 1])),
             count: 1,
         };
-        let expected = r#"{"at":"2026-11-28T10:00:00.000Z","request_id":"r","client_request_id":"c","key":"k","account":"a","method":"POST","path":"/v1/completions","model":"m","status":200,"prompt_tokens":20,"cached_tokens":16,"completion_tokens":5,"duration_ms":1.5,"address":"10.0.0.1","count":1}"#;
+        let expected = r#"{"at":"2026-11-28T10:00:00.000Z","request_id":"r","client_request_id":"c","key":"k","account":"a","method":"POST","path":"/v1/completions","model":"m","status":200,"prompt_tokens":20,"cached_tokens":16,"completion_tokens":5,"uncached":{"new_text":16,"below_block":4},"duration_ms":1.5,"address":"10.0.0.1","count":1}"#;
         assert_eq!(serde_json::to_string(&line).expect("a line can be serialized"), expected);
     }
 

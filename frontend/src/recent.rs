@@ -1,13 +1,18 @@
 //! The prompts that ended last, for the dashboard: their usage, workers and timeline, but no text and no token ids. Also their sums over the last
 //! hour, and the requests that were refused last.
 
-use crate::{clock::unix_ms, usage::CachedSource};
+use crate::{
+    clock::unix_ms,
+    prefix::{PrefixDetails, Uncached},
+    usage::CachedSource,
+};
 use parking_lot::Mutex;
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::Arc,
 };
+use tandem_proto::Funnel;
 
 /// The length of a [`Period`], in milliseconds. It is that of the window over which the dashboard's lines are drawn.
 const PERIOD_MS: u64 = 10_000;
@@ -38,6 +43,32 @@ pub(crate) struct Sums {
     prompt_tokens: u64,
     cached_tokens: u64,
     overlap_blocks: u64,
+    #[serde(flatten)]
+    prefixes: PrefixSums,
+}
+
+/// Sums over the prompts of which the router knew the prefix.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+struct PrefixSums {
+    known_prompts: u64,
+    facts_prompt_tokens: u64,
+    possible_tokens: u64,
+    eligible_tokens: u64,
+    chosen_tokens: u64,
+    found_tokens: u64,
+    uncached: Uncached,
+}
+
+impl PrefixSums {
+    fn add(&mut self, Funnel { prompt, possible, eligible, chosen, found, causes }: Funnel) {
+        self.known_prompts += 1;
+        self.facts_prompt_tokens += prompt;
+        self.possible_tokens += possible;
+        self.eligible_tokens += eligible;
+        self.chosen_tokens += chosen;
+        self.found_tokens += found;
+        self.uncached.0 += causes;
+    }
 }
 
 /// A request that was answered with an error. Its texts are those of this program, never the client's.
@@ -82,6 +113,9 @@ pub(crate) struct Finished {
     /// Prompt tokens found in the prefix cache; `None`: the prompt ended before its first token, or before they were reported.
     pub(crate) cached_tokens: Option<u32>,
     pub(crate) block_size: Option<u32>,
+    /// What could have been cached, and what was; `None` if it is not known.
+    #[serde(skip)]
+    pub(crate) funnel: Option<Funnel>,
     #[serde(flatten)]
     pub(crate) details: PromptDetails,
     pub(crate) steps: Stages,
@@ -102,6 +136,8 @@ pub(crate) struct PromptDetails {
     pub(crate) kv_transfer_ms: f64,
     pub(crate) kv_transfer_bytes: u64,
     pub(crate) migrations: u32,
+    /// `None`: the prompt was not placed, or the router does not know the prefix.
+    pub(crate) prefix: Option<PrefixDetails>,
 }
 
 /// The time at which each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before that stage did.
@@ -186,6 +222,7 @@ impl Recent {
         sums.prompt_tokens += u64::from(finished.prompt_tokens);
         sums.cached_tokens += u64::from(cached);
         sums.overlap_blocks += u64::from(*overlap_blocks);
+        finished.funnel.into_iter().for_each(|funnel| sums.prefixes.add(funnel));
     }
 
     /// Returns the sums of the periods in which prompts ended, of an hour at most, the oldest first.
@@ -212,6 +249,7 @@ impl Recent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tandem_proto::v1::PrefixFacts;
 
     /// A prompt of 100 tokens that ended with these cached tokens.
     fn finished(worker: &str, cached_tokens: Option<u32>, cached_tokens_source: CachedSource) -> Finished {
@@ -227,7 +265,10 @@ mod tests {
             kv_transfer_ms: 0.0,
             kv_transfer_bytes: 0,
             migrations: 0,
+            prefix: None,
         };
+        let facts = PrefixFacts { reusable_blocks: 6, expected_blocks: 2, held_blocks: 2, ..Default::default() };
+        let funnel = Funnel::of(&facts, 100, 16, cached_tokens.unwrap_or(0));
         let steps = Stages {
             requested_ms: None,
             placed_ms: None,
@@ -247,6 +288,7 @@ mod tests {
             completion_tokens: 1,
             cached_tokens,
             block_size: Some(16),
+            funnel: Some(funnel),
             details,
             steps,
         }
@@ -261,8 +303,15 @@ mod tests {
         recent.sum(now + PERIOD_MS - 1, &finished("b", Some(64), CachedSource::Worker));
         recent.sum(now, &finished("a", Some(64), CachedSource::RouterEstimate));
         recent.sum(now, &finished("a", None, CachedSource::Unknown));
-        let sums =
-            |prompts, cached_tokens| Sums { prompts, prompt_tokens: 100 * prompts, cached_tokens, overlap_blocks: 2 * prompts };
+        let sums = |prompts, cached_tokens| {
+            let mut prefixes = PrefixSums::default();
+            // 6 blocks can be reused, and 2 of them are expected.
+            let facts = PrefixFacts { reusable_blocks: 6, expected_blocks: 2, held_blocks: 2, ..Default::default() };
+            prefixes.add(Funnel::of(&facts, 100, 16, cached_tokens as u32));
+            (1..prompts).for_each(|_| prefixes.add(Funnel::of(&facts, 100, 16, 0)));
+            assert_eq!((prefixes.known_prompts, prefixes.facts_prompt_tokens), (prompts, 100 * prompts));
+            Sums { prompts, prompt_tokens: 100 * prompts, cached_tokens, overlap_blocks: 2 * prompts, prefixes }
+        };
         let workers = [("a", sums(2, 32)), ("b", sums(1, 64))].map(|(name, sums)| (name.to_owned(), sums)).into();
         assert_eq!(recent.history(), [Period { end_unix_ms: now + PERIOD_MS, workers }]);
         for number in 1..=PERIODS_MAX as u64 + 3 {

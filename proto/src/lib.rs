@@ -1,5 +1,6 @@
 //! The wire protocol between Tandem's processes: messages, checked conversions to the types of `kv`, and connections.
 
+mod causes;
 pub mod channel;
 mod error;
 mod event;
@@ -13,6 +14,7 @@ mod signed_address;
 mod snapshot;
 mod ticket;
 
+pub use causes::{Cause, Causes, Funnel};
 pub use error::WireError;
 pub use event::{event_batch, split_batch};
 pub use identity::Difference;

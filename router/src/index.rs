@@ -15,6 +15,7 @@ mod changes;
 mod followed;
 mod lookup;
 mod prefetch;
+mod removed;
 mod run;
 mod shard;
 mod sweep;
@@ -23,6 +24,8 @@ mod table;
 use changes::IndexWriter;
 use lookup::VisibleRows;
 use parking_lot::{Mutex, RwLock};
+use removed::RemovedBlocks;
+pub(crate) use removed::{OWNER_MAX, RemovedPrefix};
 use shard::{Locked, SHARDS};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
@@ -58,6 +61,7 @@ pub struct PrefixIndex {
     shards: Box<[Locked]>,
     view: RwLock<VisibleRows>,
     writer: Mutex<IndexWriter>,
+    removed: RemovedBlocks,
 }
 
 /// The seed of the index's tables. Sequence hashes are hashes already, but clients may be able to choose them.
@@ -79,6 +83,7 @@ impl PrefixIndex {
             shards: (0..SHARDS).map(Locked::new).collect(),
             view: RwLock::default(),
             writer: Mutex::new(IndexWriter::new(key)),
+            removed: RemovedBlocks::default(),
         }
     }
 
@@ -93,6 +98,22 @@ impl PrefixIndex {
         let worker = writer.add_worker(row);
         self.view.write().show(worker, row);
         worker
+    }
+
+    /// Sets the number that is remembered with the blocks that the worker removes: 4,095 at most. Until it is set it is 0, and these blocks are not
+    /// remembered.
+    pub fn set_owner(&self, worker: WorkerSlot, owner: u16) {
+        self.writer.lock().set_owner(worker, owner);
+    }
+
+    /// Sets the present time, in seconds from any beginning.
+    pub(crate) fn set_time(&self, seconds: u64) {
+        self.removed.set_time(seconds);
+    }
+
+    /// Returns how many leading blocks of the prompt workers had cached, beyond the first `cached` ones, as far as it is remembered.
+    pub(crate) fn removed(&self, hashes: &[SequenceHash], cached: u32) -> Option<RemovedPrefix> {
+        self.removed.prefix(cached as usize, hashes.len(), |at| self.mix(hashes[at]))
     }
 
     /// Removes the worker. Lookups do not see its blocks any more; [`Self::sweep`] removes them.
@@ -144,7 +165,7 @@ impl PrefixIndex {
     pub fn bytes(&self) -> usize {
         let writer = self.writer.lock().bytes();
         let shards: usize = self.shards.iter().map(|shard| shard.read().bytes() + size_of::<Locked>()).sum();
-        writer + shards
+        writer + shards + self.removed.bytes()
     }
 
     /// Stores the chain in slices. `row` returns the row in which to store the next slice; `None`: the remaining blocks are not stored.

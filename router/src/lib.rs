@@ -28,6 +28,7 @@ pub use cluster::{VirtualBooking, VirtualPlacement, VirtualReport, VirtualReques
 pub use index::{PrefixIndex, Replacement, Skipped, WorkerSlot};
 pub use route::{Candidate, WorkerRole};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
+pub use tandem_proto::{Cause, Causes, Funnel};
 
 use cluster::{Cluster, UnavailableWorkers};
 use peer_watch::PeerWatcher;

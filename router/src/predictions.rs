@@ -111,22 +111,26 @@ impl Predictions {
     }
 }
 
-/// The prompts that workers whose reports arrive late have computed in the last seconds.
+/// The prompts that workers have computed lately and may not have reported yet.
 pub(crate) struct UnreportedPrompts {
     prompts: Predictions,
     /// Each prompt with the time at which it was added, the oldest first.
     added: VecDeque<(Instant, WorkerSlot, Arc<[SequenceHash]>)>,
+    /// The time after which a computed prompt must have been reported.
+    report_time: Duration,
+    /// Maximum number of prompts. Beyond it, the oldest are dropped.
+    max: usize,
 }
 
-/// The time after which a computed prompt must have been reported.
-const REPORT_TIME: Duration = Duration::from_secs(10);
-/// Maximum number of prompts. Beyond it, the oldest are dropped.
-const UNREPORTED_MAX: usize = 4_096;
-
 impl UnreportedPrompts {
-    /// Returns an empty set. `key` only seeds its hash table.
-    pub(crate) fn new(key: u64) -> Self {
-        Self { prompts: Predictions::new(key), added: VecDeque::new() }
+    /// Returns an empty set, for workers whose reports arrive late. `key` only seeds its hash table.
+    pub(crate) fn of_late_workers(key: u64) -> Self {
+        Self { prompts: Predictions::new(key), added: VecDeque::new(), report_time: Duration::from_secs(10), max: 4_096 }
+    }
+
+    /// Returns an empty set, for workers that report at once. `key` only seeds its hash table.
+    pub(crate) fn of_all_workers(key: u64) -> Self {
+        Self { report_time: Duration::from_secs(1), max: 256, ..Self::of_late_workers(key) }
     }
 
     /// Adds a prompt that the worker has computed.
@@ -139,7 +143,7 @@ impl UnreportedPrompts {
     /// Removes the prompts that must have been reported by now.
     pub(crate) fn expire(&mut self, now: Instant) {
         while let Some((at, worker, prompt)) = self.added.front()
-            && (self.added.len() > UNREPORTED_MAX || now > *at + REPORT_TIME)
+            && (self.added.len() > self.max || now > *at + self.report_time)
         {
             self.prompts.remove(*worker, prompt);
             self.added.pop_front();
@@ -155,7 +159,7 @@ impl UnreportedPrompts {
     /// Returns as [`Predictions::leading_blocks`] how many leading blocks of the prompt are blocks of a prompt in this set.
     pub(crate) fn leading_blocks(&self, prompt: &[SequenceHash], now: Instant) -> Vec<u32> {
         match self.added.back() {
-            Some((at, ..)) if now <= *at + REPORT_TIME => self.prompts.leading_blocks(prompt),
+            Some((at, ..)) if now <= *at + self.report_time => self.prompts.leading_blocks(prompt),
             _ => Vec::new(),
         }
     }

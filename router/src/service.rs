@@ -193,6 +193,7 @@ impl RouterService {
             priority: prompt.priority.unwrap_or_default().into(),
             max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),
             equal_prompt: prompt.equal_prompt,
+            other_namespace_blocks: prompt.other_namespace_blocks,
         };
         Ok((prompt.existing, request))
     }

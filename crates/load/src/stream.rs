@@ -2,12 +2,12 @@
 
 use crate::{
     http::message,
-    report::{CachedCount, Failure, FailureClass, Gap, MeasuredAnswer},
+    report::{CAUSES_MAX, CachedCount, Failure, FailureClass, Gap, MeasuredAnswer, PrefixTokens},
 };
 use futures::{Stream, StreamExt};
 use hyper::{Response, body::Incoming, header::CONTENT_TYPE};
 use serde::{Deserialize, de::IgnoredAny};
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, pin::pin, sync::Arc, time::Duration};
 use tandem_client::{HttpError, events, whole};
 use tokio::time::Instant;
 
@@ -96,6 +96,21 @@ struct TandemDetails {
     prefill_worker: Option<String>,
     #[serde(default)]
     decode_worker: Option<String>,
+    #[serde(default)]
+    prefix: Option<StreamedPrefix>,
+}
+
+/// The part of [`TandemDetails`] about the prompt's prefix.
+#[derive(Deserialize)]
+struct StreamedPrefix {
+    #[serde(default)]
+    possible_tokens: u64,
+    #[serde(default)]
+    eligible_tokens: u64,
+    #[serde(default)]
+    chosen_tokens: u64,
+    #[serde(default)]
+    uncached: Option<BTreeMap<String, u64>>,
 }
 
 impl StreamChoice {
@@ -210,6 +225,16 @@ fn add_counts(answer: &mut MeasuredAnswer, usage: Option<StreamedUsage>, details
         let decode = details.decode_worker.map(Arc::from);
         answer.prefill_worker = details.prefill_worker.map(Arc::from).or_else(|| decode.clone());
         answer.decode_worker = decode;
+        answer.prefix = details.prefix.and_then(|prefix| {
+            Some(PrefixTokens {
+                prompt_tokens: answer.prompt_tokens?,
+                possible_tokens: prefix.possible_tokens,
+                eligible_tokens: prefix.eligible_tokens,
+                chosen_tokens: prefix.chosen_tokens,
+                found_tokens: answer.cached.tokens()?,
+                uncached: prefix.uncached?.into_iter().take(CAUSES_MAX).collect(),
+            })
+        });
     }
 }
 
@@ -281,10 +306,17 @@ mod tests {
             ("router_estimate", "null", CachedCount::Estimated(4)),
             ("unknown", "null", CachedCount::Unknown),
         ] {
-            let details = format!(r#"{{"cached_tokens_source": "{source}", "prefill_worker": {prefill}, "decode_worker": "d"}}"#);
-            let last = format!(r#"{{"usage": {{"prompt_tokens_details": {{"cached_tokens": 4}}}}, "tandem": {details}}}"#);
+            let prefix = r#"{"possible_tokens": 6, "eligible_tokens": 5, "chosen_tokens": 5, "uncached": {"evicted": 2, "new_text": 3}, "nearest": null}"#;
+            let details = format!(
+                r#"{{"cached_tokens_source": "{source}", "prefill_worker": {prefill}, "decode_worker": "d", "prefix": {prefix}}}"#
+            );
+            let usage = r#"{"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}"#;
+            let last = format!(r#"{{"usage": {usage}, "tandem": {details}}}"#);
             let found = received(&[&last, "[DONE]"]).await.expect("the answer is complete");
             let workers = (found.answer.prefill_worker.as_deref(), found.answer.decode_worker.as_deref());
+            let prefix = found.answer.prefix.clone();
+            assert_eq!(prefix.is_some(), expected != CachedCount::Unknown);
+            assert!(prefix.is_none_or(|prefix| (prefix.prompt_tokens, prefix.found_tokens, prefix.uncached.len()) == (9, 4, 2)));
             assert_eq!((found.answer.cached, workers), (expected, (Some(if source == "worker" { "p" } else { "d" }), Some("d"))));
         }
     }

@@ -87,6 +87,7 @@ fn alone(request: &Arrived, cached_tokens: u64, device: &SimulatedDevice) -> Req
         prompt_tokens: Some(request.prompt_tokens),
         output_tokens: request.answer_tokens,
         cached: CachedCount::Counted(cached_tokens),
+        prefix: None,
         prefill_worker: None::<Arc<str>>,
         decode_worker: None,
     };

@@ -10,8 +10,8 @@ use crate::{
 use std::{cmp::Reverse, collections::BinaryHeap, ops::ControlFlow, rc::Rc, sync::Arc, time::Duration};
 use tandem_load::report::{CachedCount, Expected, Failure, FailureClass, MeasuredAnswer, RequestOutcome};
 use tandem_router::{
-    Candidate, PrefillPlace, RouterSettings, VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest, VirtualRouter,
-    VirtualWorker, WorkerRole,
+    Candidate, Funnel, PrefillPlace, RouterSettings, VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest,
+    VirtualRouter, VirtualWorker, WorkerRole,
 };
 
 /// The maximum number of placements of a request before its first token, and the maximum number of times that one answer is continued on
@@ -32,6 +32,8 @@ pub struct Totals {
     pub retried: u64,
     /// The number of times that an answer was continued on another worker after a token.
     pub resumed: u64,
+    /// What could have been cached of the prompts that were computed, and why the rest was not.
+    pub prefix: Funnel,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -354,7 +356,9 @@ impl<'a> Simulation<'a> {
         let Stepped { first, ended } = self.workers[number].end_step(now);
         for (placement, cached_blocks) in first {
             let cached_tokens = cached_blocks.map(|blocks| blocks * self.cluster.block_tokens as u32);
-            self.router.on_prefilled(placement.booking, cached_tokens);
+            if let Some(funnel) = self.router.on_prefilled(placement.booking, cached_tokens) {
+                self.totals.prefix += funnel;
+            }
         }
         for mut sequence in ended {
             if self.workers[number].role == WorkerRole::Prefill {
@@ -433,6 +437,8 @@ impl<'a> Simulation<'a> {
             prompt_tokens: Some(request.prompt_tokens),
             output_tokens: sampled,
             cached: CachedCount::Counted(cached),
+            // The sums are in the totals.
+            prefix: None,
             prefill_worker: name(placement.prefill.unwrap_or(placement.decode)),
             decode_worker: name(placement.decode),
         };

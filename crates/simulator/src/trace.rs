@@ -1,16 +1,16 @@
 //! Simulates the requests of a trace.
 
 use crate::{
-    SimulatedCluster, SimulatedRequest,
+    RoutingRule, SimulatedCluster, SimulatedRequest,
     simulation::{lacks_prefill_workers, simulate},
 };
 use std::{ops::ControlFlow, sync::mpsc, thread, time::Duration};
 use tandem_load::{
     ReplayProgress,
-    report::{Fact, Recorder, Report, Roles, Slo},
+    report::{Fact, PrefixTokens, Recorder, Report, Roles, Slo},
     trace::{Format, Load, Trace, TraceError},
 };
-use tandem_router::WorkerRole;
+use tandem_router::{Funnel, WorkerRole};
 
 /// The maximum number of rows that are read from a trace ahead of the simulation.
 const PREPARED: usize = 256;
@@ -127,7 +127,20 @@ pub(crate) fn replay_until(
         let counts = [totals.losses, totals.resumed, totals.retried];
         facts.extend(FAULT_FACTS.into_iter().zip(counts).map(|(name, count)| Fact::new(name, count)));
     }
-    Ok(Some(recorder.report(cluster.policy.name(), facts)))
+    let prefix = (cluster.policy == RoutingRule::Tandem).then(|| prefix_tokens(&totals.prefix));
+    Ok(Some(Report { prefix, ..recorder.report(cluster.policy.name(), facts) }))
+}
+
+fn prefix_tokens(funnel: &Funnel) -> PrefixTokens {
+    let Funnel { prompt, possible, eligible, chosen, found, causes } = *funnel;
+    PrefixTokens {
+        prompt_tokens: prompt,
+        possible_tokens: possible,
+        eligible_tokens: eligible,
+        chosen_tokens: chosen,
+        found_tokens: found,
+        uncached: causes.iter().map(|(cause, tokens)| (cause.label().to_owned(), tokens)).collect(),
+    }
 }
 
 /// Returns the reason why the cluster cannot run the trace, if there is one.

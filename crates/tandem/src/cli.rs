@@ -20,6 +20,7 @@ use crate::{
     ready::ReadyArgs,
     server::ServerAddress,
     settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
+    why::WhyArgs,
 };
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
@@ -115,6 +116,9 @@ pub enum Command {
     /// Show the workers of a cluster and their load, continuously in a terminal or once as text
     #[cfg(feature = "top")]
     Top(TopArgs),
+
+    /// Say why tokens of a recent request were not cached
+    Why(WhyArgs),
 
     /// Check whether a frontend, or another process at its --admin-listen, is ready; if not, exit with 1
     Ready(ReadyArgs),

@@ -26,6 +26,7 @@ mod terminal;
 mod text_table;
 #[cfg(feature = "top")]
 pub mod top;
+pub mod why;
 
 pub use cluster::{Cluster, Process, ServedProcess, StartError, Worker};
 pub use run::{print_error, run};

@@ -12,6 +12,7 @@ use crate::{
     explain, key, ready, running,
     serve::{self, print, printable},
     settings::CommonArgs,
+    why,
 };
 #[cfg(feature = "load")]
 use crate::{bench, cli::BenchCommand};
@@ -65,6 +66,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Key { command } => print(&key::run(command)?)?,
         Command::Ready(server) => ready::check(&server)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?)?,
+        Command::Why(args) => print(&why::run(&args)?)?,
         Command::Audit { command } => audit(command)?,
     }
     Ok(())

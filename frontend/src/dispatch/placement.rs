@@ -13,6 +13,8 @@ pub(crate) struct Placement {
     pub(crate) block_size: u32,
     /// How long the prompt is estimated to wait in the queue; zero if the router does not know.
     pub(crate) wait: Duration,
+    /// What was known of the prompt's prefix; `None` if the router does not know it.
+    pub(crate) prefix: Option<v1::PrefixFacts>,
 }
 
 #[derive(Clone, Debug)]
@@ -24,10 +26,10 @@ pub(crate) struct PlacedWorker {
 
 impl Placement {
     /// Converts the placement that a router sent; `None` if it has no decode worker.
-    pub(crate) fn from_wire(v1::Placement { decode, prefill, block_size, wait_ms }: v1::Placement) -> Option<Self> {
+    pub(crate) fn from_wire(v1::Placement { decode, prefill, block_size, wait_ms, prefix }: v1::Placement) -> Option<Self> {
         let placed = |v1::Candidate { worker, overlap_blocks, .. }| Some(PlacedWorker { worker: worker?, overlap_blocks });
         let wait = Duration::from_millis(wait_ms.into());
-        Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size, wait })
+        Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size, wait, prefix })
     }
 
     /// Returns the name of the worker with this instance, or the instance itself if it is none of the placement.

@@ -22,6 +22,8 @@ pub(crate) struct Prompt {
     pub(crate) tokens: Vec<TokenId>,
     /// The hashes of the prompt's full blocks, whose KV a worker may reuse.
     pub(crate) sequence_hashes: Vec<SequenceHash>,
+    /// The number of leading blocks that a recent prompt in another cache namespace has as well.
+    pub(crate) other_namespace_blocks: u32,
     pub(crate) namespace: Namespace,
     pub(crate) sampling: Sampling,
     pub(crate) samples: u32,
@@ -99,6 +101,7 @@ impl Prompt {
             account: self.account.clone(),
             priority: Some(self.priority.into()),
             equal_prompt,
+            other_namespace_blocks: self.other_namespace_blocks,
         }
     }
 }

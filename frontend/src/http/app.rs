@@ -9,13 +9,14 @@ use crate::{
     cores::Cores,
     dispatch::{AttemptLimits, Dispatcher, Routers},
     error::ApiError,
+    heads::Heads,
     keys::{self, Key, KeyCache, Keys},
     metrics::{FrontendMetrics, encodings},
     models::Models,
     recent::Recent,
     settings::{CacheIsolation, FrontendSettings},
 };
-use axum::http::{HeaderMap, HeaderName, request::Parts};
+use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use lru::LruCache;
 use parking_lot::Mutex;
 use std::{collections::BTreeSet, num::NonZero, sync::Arc, time::Duration};
@@ -43,6 +44,8 @@ pub(super) struct HeaderOptions {
     /// The reply explains the placement instead of answering the prompt (`x-tandem-explain`).
     pub(super) explain: bool,
     pub(super) account: String,
+    /// The client for the operator: the name of its key, or the program that its user agent names.
+    pub(super) client: String,
     /// The clients with which the request shares cached KV: those of this account, or of this account and key. `None`: all clients.
     pub(super) cache_owner: Option<String>,
     /// The longest time for which each prompt may wait in the queue (`x-max-wait`, at most the frontend's setting); `None`: no limit.
@@ -81,6 +84,7 @@ pub(crate) struct App {
     pub(super) since: u64,
     /// The ended prompts that the dashboard shows; `None`: there is no dashboard.
     pub(super) recent: Option<Arc<Recent>>,
+    pub(super) heads: Heads,
     pub(super) audit: Option<LastAudit>,
     pub(super) failures_logged: LogLimit,
 }
@@ -144,6 +148,7 @@ impl App {
             account_header: settings.account_header,
             cache_isolation: settings.cache_isolation,
             since: unix_time().as_secs(),
+            heads: Heads::new(registry.clone()),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
         }
     }
@@ -167,6 +172,7 @@ impl App {
             details: self.trust.flag(request, DETAILS)?,
             explain: self.trust.flag(request, EXPLAIN)?,
             account,
+            client: client_name(&request.headers, key),
             cache_owner,
             max_wait: max_wait(&request.headers, self.max_wait)?,
             priority: priority(&request.headers)?,
@@ -220,6 +226,16 @@ impl HeaderOptions {
         }
         Ok(Priority { across: found, within: found })
     }
+}
+
+/// Returns a name of the client for the operator. It has at most 128 bytes.
+fn client_name(headers: &HeaderMap, key: Option<&Key>) -> String {
+    if let Some(key) = key {
+        return format!("key:{}", key.entry.name);
+    }
+    let agent = headers.get(header::USER_AGENT).and_then(|agent| agent.to_str().ok()).unwrap_or_default();
+    let is_name = |letter: &char| letter.is_ascii_alphanumeric() || "-_.".contains(*letter);
+    format!("agent:{}", agent.chars().take_while(is_name).take(32).collect::<String>())
 }
 
 /// Returns the priority in the header `x-request-priority`.

@@ -5,6 +5,7 @@ use super::{app::App, incoming::Job};
 use crate::{
     dispatch::{Prompt, placement::Placement},
     error::ApiError,
+    prefix::{DetailsReader, PrefixDetails},
 };
 use axum::{
     Json,
@@ -28,6 +29,11 @@ pub(super) async fn explain(app: &App, job: Job) -> Result<Response, ApiError> {
 
 fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
     let placement = reply.placement.clone().and_then(Placement::from_wire);
+    // The causes are those of a worker that finds what is expected of it.
+    let prefix = placement.as_ref().and_then(|placement| {
+        let expected = placement.prefilling().overlap_blocks.saturating_mul(placement.block_size);
+        PrefixDetails::new(placement, prompt.tokens.len() as u32, Some(expected), DetailsReader::Client)
+    });
     json!({
         "prompt_tokens": prompt.tokens.len(),
         "block_size": reply.block_size,
@@ -35,6 +41,7 @@ fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
         "prefill_worker": placement.as_ref().and_then(|placement| Some(&placement.prefill.as_ref()?.worker.worker_id)),
         "decode_worker": placement.as_ref().map(|placement| &placement.decode.worker.worker_id),
         "explanation": reply.explanation,
+        "prefix": prefix,
         "workers": reply.workers.iter().map(worker).collect::<Vec<_>>(),
     })
 }

@@ -209,6 +209,8 @@ impl Incoming {
         prompt_logprobs: Option<u32>,
     ) -> Prompt {
         let namespace = self.namespace(model, &options.cache_salt);
+        let other_namespace_blocks =
+            self.app.heads.record(&self.header_options.client, &model.id, &namespace, self.app.block_size, &tokens);
         let rest_of_context = model.usable_context().saturating_sub(tokens.len() as u32);
         let max_tokens = options.sampling.max_tokens.unwrap_or(rest_of_context);
         Prompt {
@@ -219,6 +221,7 @@ impl Incoming {
             account: self.header_options.account.clone(),
             identity: Arc::clone(identity),
             sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),
+            other_namespace_blocks,
             tokens,
             namespace,
             sampling: options.sampling.clone(),

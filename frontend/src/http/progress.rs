@@ -4,6 +4,7 @@ use crate::{
     calls::Call,
     dispatch::Facts,
     metrics::{CLIENT_CLOSED, FrontendMetrics},
+    prefix::{self, DetailsReader, PrefixDetails, Uncached},
     recent::{Chunk, FailedAttempt, Finished, PromptDetails, Recent, Stages},
     stream::AnswerEvent,
     usage::{CachedSource, PromptUsage, cached, usage},
@@ -14,7 +15,10 @@ use std::sync::Arc;
 use tandem_api::answer::{Delta, Usage};
 use tandem_kv::RequestId;
 use tandem_process::trace::Span;
-use tandem_proto::v1::{FailureReason, PrefillChunk, Scheduled};
+use tandem_proto::{
+    Funnel,
+    v1::{FailureReason, PrefillChunk, Scheduled},
+};
 use tokio::time::Instant;
 
 /// The progress of one request. Dropping this value records the usage in the audit log, and each prompt for the dashboard, if there are any.
@@ -172,14 +176,22 @@ impl Progress {
 
     /// Returns the answer's extension object `tandem`: one object if the request has one prompt, else a list with an object for each prompt.
     pub(super) fn details(&self) -> Value {
-        let prompts: Vec<PromptDetails> = self.prompts.iter().map(|prompt| prompt.details(self.since)).collect();
+        let prompts: Vec<PromptDetails> =
+            self.prompts.iter().map(|prompt| prompt.details(self.since, DetailsReader::Client)).collect();
         if let [only] = prompts.as_slice() { json!(only) } else { json!({ "prompts": prompts }) }
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        self.call.used(&self.usage());
+        let funnels = self.prompts.iter().map(PromptProgress::funnel);
+        let sum = funnels.reduce(|one, other| {
+            one.zip(other).map(|(mut sum, other)| {
+                sum += other;
+                sum
+            })
+        });
+        self.call.used(&self.usage(), sum.flatten().map(|funnel| Uncached(funnel.causes)));
         let Some(Recording { recent, endpoint, streamed }) = &self.recording else { return };
         for prompt in &self.prompts {
             recent.add(Finished {
@@ -191,7 +203,8 @@ impl Drop for Progress {
                 completion_tokens: prompt.usage.completion_tokens,
                 cached_tokens: prompt.usage.cached.as_ref().map(|cached| cached.tokens),
                 block_size: prompt.facts.as_ref().map(|facts| facts.placement.block_size),
-                details: prompt.details(self.since),
+                funnel: prompt.funnel(),
+                details: prompt.details(self.since, DetailsReader::Operator),
                 steps: prompt.stages(self.since),
             });
         }
@@ -249,7 +262,16 @@ impl PromptProgress {
         }
     }
 
-    fn details(&self, since: Instant) -> PromptDetails {
+    /// Returns the number of cached tokens that the worker has reported.
+    fn found(&self) -> Option<u32> {
+        self.usage.cached.as_ref().filter(|cached| cached.source == CachedSource::Worker).map(|cached| cached.tokens)
+    }
+
+    fn funnel(&self) -> Option<Funnel> {
+        prefix::funnel(&self.facts.as_ref()?.placement, self.usage.prompt_tokens, self.found()?)
+    }
+
+    fn details(&self, since: Instant, reader: DetailsReader) -> PromptDetails {
         let facts = self.facts.as_deref();
         let placement = facts.map(|facts| &facts.placement);
         let started = facts.map(|facts| facts.started).unwrap_or_default();
@@ -266,6 +288,7 @@ impl PromptProgress {
             kv_transfer_ms: started.kv_transfer_ms,
             kv_transfer_bytes: started.kv_transfer_bytes,
             migrations: self.migrations,
+            prefix: placement.and_then(|placement| PrefixDetails::new(placement, self.usage.prompt_tokens, self.found(), reader)),
         }
     }
 }

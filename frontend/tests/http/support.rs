@@ -169,7 +169,7 @@ fn worker(name: &str, address: &str) -> WorkerRef {
 /// A placement without a prefill worker. The decode worker has one of the prompt's blocks cached.
 fn local(decode: SocketAddr) -> Placement {
     let decode = Candidate { worker: Some(worker("d0", &decode.to_string())), overlap_blocks: 1, predicted_blocks: 9 };
-    Placement { decode: Some(decode), prefill: None, block_size: 16, wait_ms: 0 }
+    Placement { decode: Some(decode), block_size: 16, ..Placement::default() }
 }
 
 impl Cluster {
@@ -221,7 +221,7 @@ impl Cluster {
     /// Returns a placement on a decode worker that is unreachable.
     pub fn unreachable(&self) -> route_reply::Message {
         let decode = Candidate { worker: Some(worker("lost", "127.0.0.1:1")), ..Candidate::default() };
-        route_reply::Message::Placement(Placement { decode: Some(decode), prefill: None, block_size: 16, wait_ms: 0 })
+        route_reply::Message::Placement(Placement { decode: Some(decode), block_size: 16, ..Placement::default() })
     }
 
     /// Waits for the frontend's next call to the decode worker.

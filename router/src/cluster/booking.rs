@@ -8,6 +8,7 @@ use crate::{
 };
 use std::sync::Arc;
 use tandem_kv::{InstanceId, Priority, SequenceHash};
+use tandem_proto::v1::PrefixFacts;
 use tokio::time::Instant;
 
 /// The most sequences that one request may add to a worker's load: OpenAI's limit on `n`. The frontend rejects requests with a larger `n`.
@@ -41,16 +42,15 @@ pub(super) struct BookingEntry {
 }
 
 /// How many leading blocks of a prompt the router expected on the worker that computes it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Prediction {
+    pub(super) prompt_tokens: u32,
     /// The number of tokens in a block.
     pub(super) block_size: u32,
-    /// Blocks that the worker had reported as cached, or must have cached although it reports late.
+    /// Blocks that the worker could reuse according to its reports, or must have had cached although it reports late.
     pub(super) reported: u32,
-    /// Blocks that the engine was expected to find.
-    pub(super) overlap: u32,
-    /// Blocks that the worker had reported, or was about to compute.
-    pub(super) known: u32,
+    /// What was known of the prompt's prefix, without the names of workers.
+    pub(super) facts: PrefixFacts,
 }
 
 /// The load that a request adds to the reported loads of its decode worker and its prefill worker.

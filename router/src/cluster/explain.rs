@@ -27,7 +27,8 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
     let (placement, explanation) = match choice {
         Ok(choice) => {
             let name = |at: usize| decision.members[at].info.worker_id.as_str();
-            (Some(decision.placement(*choice, Duration::ZERO)), texts::explanation(*choice, costs, candidates, name))
+            let facts = decision.facts(members, *choice, 0);
+            (Some(decision.placement(*choice, Duration::ZERO, facts)), texts::explanation(*choice, costs, candidates, name))
         }
         Err(error) => (None, error.to_string()),
     };

@@ -6,6 +6,7 @@
 //! report is assumed to include the booked load.
 
 mod candidate;
+mod prefix;
 
 use super::{
     booking::{BookingEntry, LoadByRole},
@@ -22,11 +23,12 @@ use crate::{
     predictions::{Predictions, UnreportedPrompts},
     prefill_queue::{Departure, PrefillQueue},
     rates::{MeasuredLogs, Measurement},
-    route::{Candidate, NoEligibleWorker, WorkerRole, paired_families},
-    settings::{Costs, PrefillPlace},
+    route::{NoEligibleWorker, WorkerRole, paired_families},
+    settings::PrefillPlace,
     subscription::{EventRoute, ReportedStats, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
+use prefix::RemovedBy;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
@@ -66,7 +68,7 @@ pub(super) struct Member {
     /// The models that the worker serves: `info.model`, then `info.loras`.
     models: Box<[Arc<str>]>,
     pub(super) role: WorkerRole,
-    /// The worker's transfer family, as in [`Candidate`].
+    /// The worker's transfer family, as in [`Candidate`](crate::route::Candidate).
     family: Option<Arc<str>>,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
@@ -94,7 +96,9 @@ pub(super) struct Member {
 /// How much of a prompt a member has cached or is about to compute.
 #[derive(Clone, Copy, Default)]
 pub(super) struct MemberPrefix {
-    /// The number of the prompt's leading blocks that the member has reported as cached, or must have cached although it reports late.
+    /// The number of the prompt's leading blocks that the member has reported as cached, whether it can reuse them or not.
+    pub(super) held_blocks: u32,
+    /// The number of leading blocks that the member can reuse according to its reports, or must have cached although it reports late.
     pub(super) reported_blocks: u32,
     /// The number of leading blocks that the member has reported, or is about to compute.
     pub(super) known_blocks: u32,
@@ -111,6 +115,9 @@ pub(crate) struct ClusterMembers {
     pub(super) index: Arc<PrefixIndex>,
     pub(super) predictions: Predictions,
     unreported: UnreportedPrompts,
+    /// The prompts that any worker has computed in the last moments, whose blocks it may not have reported yet.
+    just_computed: UnreportedPrompts,
+    removed: RemovedBy,
     next_id: u64,
     /// The present time of a simulation; `None`: the system's clock is used.
     pub(super) virtual_time: Option<Instant>,
@@ -124,7 +131,9 @@ impl ClusterMembers {
             by_instance: HashMap::new(),
             index: Arc::new(PrefixIndex::new(hash_key)),
             predictions: Predictions::new(hash_key),
-            unreported: UnreportedPrompts::new(hash_key),
+            unreported: UnreportedPrompts::of_late_workers(hash_key),
+            just_computed: UnreportedPrompts::of_all_workers(hash_key),
+            removed: RemovedBy::default(),
             next_id: 0,
             virtual_time: None,
         }
@@ -184,7 +193,9 @@ impl ClusterMembers {
         let (id, now) = (MemberId(self.next_id), self.now());
         self.next_id += 1;
         let instance_id = InstanceId::from(info.instance_id.as_str());
+        let owner = self.removed.number(&info.worker_id);
         let (slot, mut own_bookings, mut queue) = (self.index.add_worker(), WorkerBookings::default(), PrefillQueue::new(now));
+        self.index.set_owner(slot, owner);
         for booking in bookings {
             if booking.prefilling && *booking.prefills_on() == instance_id {
                 queue.join(&booking.waiting, now);
@@ -237,6 +248,7 @@ impl ClusterMembers {
             self.index.remove_worker(member.slot);
             self.predictions.forget(member.slot);
             self.unreported.forget(member.slot);
+            self.just_computed.forget(member.slot);
         }
     }
 
@@ -254,6 +266,7 @@ impl ClusterMembers {
     /// Returns where the member's blocks are in the index; `None` if it is not a member any more.
     pub(super) fn indexed(&self, id: MemberId) -> Option<IndexedWorker> {
         let Member { slot, info, .. } = self.by_id.get(&id)?;
+        self.index.set_time(self.seconds());
         Some(IndexedWorker { index: self.index.clone(), slot: *slot, capacity_blocks: cached_blocks_max(info) })
     }
 
@@ -386,30 +399,6 @@ impl ClusterMembers {
         Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
     }
 
-    /// Returns each of these members as a candidate for a placement, in their order. A member is marked as excluded if it is in `excluded`, or
-    /// if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
-    pub(super) fn candidates(
-        &self,
-        members: &[&Member],
-        hashes: &[SequenceHash],
-        excluded: &BTreeSet<InstanceId>,
-        breakers_at: Option<Instant>,
-        costs: &Costs,
-    ) -> Vec<Candidate> {
-        let (reported, predicted, now) = (self.index.overlap(hashes), self.predictions.leading_blocks(hashes), self.now());
-        let unreported = self.unreported.leading_blocks(hashes, now);
-        let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
-        let candidate = |member: &&Member| {
-            let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            let (indexed, late) = (of(&reported, member), of(&unreported, member));
-            // Without its reuse points, it is unknown how much of an unreported prompt a hybrid model can reuse.
-            let is_known = late > indexed && !self.index.has_first(member.slot, SequenceHash::REUSE_POINTS);
-            let prefix = member.prefix(indexed, if is_known { late } else { indexed }, of(&predicted, member));
-            Candidate { excluded, ..member.candidate(prefix, now, costs) }
-        };
-        members.iter().map(candidate).collect()
-    }
-
     /// Adds the booking, with its load, to its decode worker and its prefill worker, as far as they are members.
     pub(super) fn book(&mut self, booking: &BookingEntry, load: LoadByRole) {
         for (instance_id, prefilling) in booking.places() {
@@ -447,11 +436,15 @@ impl ClusterMembers {
                 member.export_findings();
             }
             self.predictions.remove(slot, &booking.hashes);
-            if left == Departure::Served && is_late {
-                self.unreported.add(slot, &booking.hashes, now);
+            if left == Departure::Served {
+                self.just_computed.add(slot, &booking.hashes, now);
+                if is_late {
+                    self.unreported.add(slot, &booking.hashes, now);
+                }
             }
         }
         self.unreported.expire(now);
+        self.just_computed.expire(now);
         if left == Departure::Served && was_prefilling {
             booking.answer.since = Some(now);
             if let Some(member) = self.of_mut(&booking.decode) {

@@ -10,6 +10,7 @@ mod findings;
 mod members;
 mod peers;
 mod placement;
+mod prefix;
 mod request;
 pub(crate) mod texts;
 mod unavailable;
@@ -37,7 +38,6 @@ use crate::{
 };
 use booking::{BookingEntry, LoadByRole, Prediction, SAMPLES_MAX};
 use bookings::Bookings;
-use findings::FoundBlocks;
 use members::{ClusterMembers, Member};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
@@ -45,7 +45,10 @@ use placement::Placer;
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_kv::{InstanceId, KvBatch, Snapshot};
 use tandem_process::Metrics;
-use tandem_proto::v1::{self, WorkerInfo};
+use tandem_proto::{
+    Funnel,
+    v1::{self, WorkerInfo},
+};
 use tokio::{
     sync::{Notify, watch},
     time::Instant,
@@ -283,7 +286,7 @@ impl ClusterState {
         self.check_capacity()?;
         let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
         let (choice, wait) = decision.within(request, decision.choice?, self.members.now())?;
-        let placement = decision.placement(choice, wait);
+        let facts = decision.facts(&self.members, choice, request.other_namespace_blocks);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
         let overlap_blocks = computes.overlap_blocks;
         let full = BookedLoad { tokens: decision.new_tokens(choice), sequences: request.samples.clamp(1, SAMPLES_MAX) };
@@ -302,14 +305,15 @@ impl ClusterState {
             answering_since: None,
             hashes: decision.hashes.into(),
             prediction: Some(Prediction {
+                prompt_tokens: request.prompt_tokens,
                 block_size: decision.query.block_size,
                 reported: computes.reported_blocks,
-                overlap: overlap_blocks,
-                known: computes.known_blocks,
+                facts: prefix::anonymous(&facts),
             }),
             answer,
             waiting: decision.waiting(request, choice),
         };
+        let placement = decision.placement(choice, wait, facts);
         self.metrics.estimated_wait.record(wait);
         let role = if choice.prefill.is_some() { WorkerRole::Prefill } else { WorkerRole::Decode };
         let (model, tokens) = (decision.model.clone(), full.tokens);
@@ -346,24 +350,13 @@ impl ClusterState {
     }
 
     /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. `cached_tokens` may be known only in a later call.
-    /// The first known number is compared with the overlap that the placement predicted.
-    pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
-        let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
-        let Some(actual) = cached_tokens.map(u64::from) else { return };
-        let prediction = booking.prediction.take();
-        let computed_on = self.members.of_mut(booking.prefills_on());
-        if let (Some(member), Some(Prediction { block_size, reported, overlap, known })) = (computed_on, prediction) {
-            let predicted = u64::from(overlap) * u64::from(block_size);
-            let found = u32::try_from(actual / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
-            member.findings.add(FoundBlocks { reported, known, found });
-            member.export_findings();
-            let Member { series, placements, .. } = member;
-            let (over, under) = (predicted.saturating_sub(actual), actual.saturating_sub(predicted));
-            series.overlap_over.increment(over);
-            series.overlap_under.increment(under);
-            placements.overlap_over_tokens += over;
-            placements.overlap_under_tokens += under;
-        }
+    /// The first known number is compared with the overlap that the placement predicted. Returns the result of this comparison.
+    pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) -> Option<Funnel> {
+        let booking = self.bookings.on_prefilled(id, &mut self.members)?;
+        let actual = cached_tokens?;
+        let prediction = booking.prediction.take()?;
+        let member = self.members.of_mut(booking.prefills_on())?;
+        Some(prefix::compare(member, &self.metrics, &booking.model, &prediction, actual))
     }
 
     /// Closes the circuit breakers of the request's workers, because it has its first token.

@@ -199,8 +199,9 @@ fn query<'a>(
 }
 
 impl PlacementDecision<'_> {
-    /// Returns the message to the frontend that names the chosen members, with the estimated wait in the queue.
-    pub(super) fn placement(&self, choice: RouteChoice, wait: Duration) -> v1::Placement {
+    /// Returns the message to the frontend that names the chosen members, with the estimated wait in the queue, and with what is known of the prompt's
+    /// prefix.
+    pub(super) fn placement(&self, choice: RouteChoice, wait: Duration, facts: v1::PrefixFacts) -> v1::Placement {
         let describe = |at: usize| {
             let Candidate { overlap_blocks, predicted_blocks, .. } = self.candidates[at];
             v1::Candidate { worker: Some(self.members[at].reference()), overlap_blocks, predicted_blocks }
@@ -210,6 +211,7 @@ impl PlacementDecision<'_> {
             prefill: choice.prefill.map(describe),
             block_size: self.query.block_size,
             wait_ms: u32::try_from(wait.as_millis()).unwrap_or(u32::MAX),
+            prefix: Some(facts),
         }
     }
 }

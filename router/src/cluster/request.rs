@@ -28,6 +28,8 @@ pub(crate) struct PlacementRequest {
     pub(crate) max_wait: Option<Duration>,
     /// The workers on which an equal prompt of the same request was placed.
     pub(crate) equal_prompt: Option<EqualPrompt>,
+    /// Leading blocks that a recent prompt in another cache namespace has as well.
+    pub(crate) other_namespace_blocks: u32,
 }
 
 /// Instances that have failed a request.

@@ -7,6 +7,7 @@ mod membership;
 mod models;
 mod peers;
 mod placement;
+mod prefix;
 mod wait;
 
 use super::*;
@@ -102,6 +103,7 @@ impl Scenario {
             priority: Priority::default(),
             max_wait: None,
             equal_prompt: None,
+            other_namespace_blocks: 0,
         }
     }
 

@@ -186,9 +186,10 @@ impl VirtualRouter {
         );
     }
 
-    /// Records that the prompt has been prefilled, and how many of its tokens were cached; `None` for an answer that is continued.
-    pub fn on_prefilled(&mut self, booking: VirtualBooking, cached_tokens: Option<u32>) {
-        self.state.on_prefilled(booking.0, cached_tokens);
+    /// Records that the prompt has been prefilled, and how many of its tokens were cached; `None` for an answer that is continued. Returns why the other
+    /// tokens were not cached; `None` if this router has not placed the request, or knows it already.
+    pub fn on_prefilled(&mut self, booking: VirtualBooking, cached_tokens: Option<u32>) -> Option<Funnel> {
+        self.state.on_prefilled(booking.0, cached_tokens)
     }
 
     /// Records that the answer is complete, with this number of tokens.
@@ -221,6 +222,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         priority: Priority::default(),
         max_wait: None,
         equal_prompt: None,
+        other_namespace_blocks: 0,
     }
 }
 

@@ -3,6 +3,7 @@
 use super::{
     PrefixIndex, Skipped, WorkerSlot,
     followed::Followed,
+    removed::RemovedFrom,
     run::{BlockRun, RUN_BLOCKS, common},
     shard::{BlockPlace, IndexShard, Link, RunId, shard_of},
     table::{ENTRIES_MAX, HashTable},
@@ -34,6 +35,7 @@ struct Row {
     runs: HashTable,
     /// How many of the blocks are markers ([`SequenceHash::is_marker`]).
     markers: u64,
+    removed_from: RemovedFrom,
 }
 
 impl IndexWriter {
@@ -66,9 +68,22 @@ impl IndexWriter {
         WorkerSlot(slot as u32)
     }
 
+    pub(super) fn set_owner(&mut self, worker: WorkerSlot, owner: u16) {
+        if let Some(row) = self.row(worker) {
+            self.rows[row as usize].removed_from.owner = owner;
+        }
+    }
+
+    pub(super) fn removed_from(&self, row: u32) -> RemovedFrom {
+        self.rows[row as usize].removed_from
+    }
+
     /// Removes the worker and returns its row, which the caller must retire; `None` if there is no such worker.
     pub(super) fn remove_worker(&mut self, worker: WorkerSlot) -> Option<u32> {
         let row = self.row_of.get_mut(worker.0 as usize)?.take();
+        if let Some(row) = row {
+            self.rows[row as usize].removed_from.lost = true;
+        }
         while self.row_of.last() == Some(&None) {
             self.row_of.pop();
         }
@@ -86,7 +101,12 @@ impl IndexWriter {
 
     /// Gives the worker another row. Returns its earlier row, which the caller must retire.
     pub(super) fn set_row(&mut self, worker: WorkerSlot, row: u32) -> Option<u32> {
-        self.row_of[worker.0 as usize].replace(row)
+        let old = self.row_of[worker.0 as usize].replace(row);
+        if let Some(old) = old {
+            self.rows[row as usize].removed_from.owner = self.rows[old as usize].removed_from.owner;
+            self.rows[old as usize].removed_from.lost = self.blocks(row) == 0;
+        }
+        old
     }
 
     /// Returns the number of the row's blocks without markers.
@@ -348,7 +368,11 @@ impl PrefixIndex {
 
     /// Records that the row has not cached these blocks any more. Neighbouring blocks of a run are removed in one operation.
     pub(super) fn remove(&self, writer: &mut IndexWriter, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
-        let prefetch = |blocks: &HashTable, hash: &SequenceHash| blocks.prefetch(self.mix(*hash));
+        let prefetch = |blocks: &HashTable, hash: &SequenceHash| {
+            blocks.prefetch(self.mix(*hash));
+            self.removed.prefetch(self.mix(*hash));
+        };
+        let removed_from = writer.removed_from(row);
         hashes.iter().take(AHEAD).for_each(|hash| prefetch(&writer.rows[row as usize].blocks, hash));
         while let Some(first) = hashes.first() {
             let Some(BlockPlace { run: id, offset }) = self.locate(writer, row, *first) else {
@@ -384,9 +408,11 @@ impl PrefixIndex {
                 }
                 let offset = if up > down { offset + at } else { offset - at };
                 blocks.remove(self.mix(*hash), BlockPlace { run: id, offset }.value());
+                self.removed.add(self.mix(*hash), removed_from);
             }
             for (at, hash) in kept.iter().enumerate() {
                 blocks.remove(self.mix(*hash), BlockPlace { run: id, offset: end + at }.value());
+                self.removed.add(self.mix(*hash), removed_from);
             }
             self.shorten(writer, &mut self.shards[id.shard()].write(), id, row, held as u32, start as u32);
             hashes = &hashes[count..];

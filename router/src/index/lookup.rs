@@ -195,6 +195,12 @@ impl PrefixIndex {
     ///
     /// If a worker's cache changes during the call, the returned number was right at some time during the call.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
+        self.lookup(hashes).0
+    }
+
+    /// Returns the result of [`Self::overlap`], and for each worker how many leading blocks it has cached, whether it can reuse them or not. The second
+    /// list is empty if these numbers are equal.
+    pub(crate) fn lookup(&self, hashes: &[SequenceHash]) -> (Vec<u32>, Vec<u32>) {
         if let Some(first) = hashes.first() {
             prefetch(&self.shards, shard_of(self.mix(*first)));
         }
@@ -202,8 +208,8 @@ impl PrefixIndex {
         let mut answer = LookupState::new(&view);
         let end = self.walk(hashes, |holders, from, common| answer.visit(holders, from, common));
         let mut leading = answer.finish(end);
-        self.limit_to_reuse_points(hashes, &view, &mut leading);
-        leading
+        let held = self.limit_to_reuse_points(hashes, &view, &mut leading);
+        (leading, held)
     }
 
     /// Whether the worker has reported this block, which begins prompts.
@@ -215,12 +221,13 @@ impl PrefixIndex {
         self.with_holders(block, holds).unwrap_or(false)
     }
 
-    /// Lowers the numbers of leading blocks of hybrid models to their last reuse points.
-    fn limit_to_reuse_points(&self, hashes: &[SequenceHash], view: &VisibleRows, leading: &mut [u32]) {
+    /// Lowers the numbers of leading blocks of hybrid models to their last reuse points. Returns the numbers before, if there are such workers.
+    fn limit_to_reuse_points(&self, hashes: &[SequenceHash], view: &VisibleRows, leading: &mut [u32]) -> Vec<u32> {
         let hybrid = |holders: &Holders| -> Vec<u32> {
             holders.to_vec().into_iter().map(|(row, _)| row).filter(|row| view.is_visible(*row)).collect()
         };
-        let Some(mut open) = self.with_holders(SequenceHash::REUSE_POINTS, hybrid) else { return };
+        let Some(mut open) = self.with_holders(SequenceHash::REUSE_POINTS, hybrid) else { return Vec::new() };
+        let held = leading.to_vec();
         let mut blocks = open.iter().map(|row| leading[view.slot(*row)]).max().unwrap_or(0);
         let end = blocks.saturating_sub(REUSE_SEARCH_BLOCKS);
         while blocks > end && !open.is_empty() {
@@ -236,6 +243,7 @@ impl PrefixIndex {
             blocks -= 1;
         }
         open.iter().for_each(|row| leading[view.slot(*row)] = 0);
+        held
     }
 
     /// Calls `read` with the holders of a block that begins prompts; returns `None` if there are none.

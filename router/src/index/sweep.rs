@@ -14,6 +14,7 @@ impl PrefixIndex {
         if writer.drop_places(row) > 0 {
             return true;
         }
+        let removed_from = writer.removed_from(row);
         for _ in 0..SLICE_RUNS {
             if writer.sweeping.is_empty() {
                 writer.sweeping = writer.take_runs(row);
@@ -28,6 +29,8 @@ impl PrefixIndex {
             // Since the run was taken from the list, it may have been removed, and another run may have been given its number.
             let held = shard.get(id).map_or(0, |run| run.holders.get(row));
             if held > 0 {
+                let hashes = &shard.run(id).hashes[..held as usize];
+                hashes.iter().for_each(|hash| self.removed.add(self.mix(*hash), removed_from));
                 self.shorten(&mut writer, &mut shard, id, row, held, 0);
             }
         }

@@ -78,7 +78,9 @@ pub struct Candidate {
     pub excluded: bool,
     /// The longest prompt that the worker can take, in tokens: its cache's capacity, or its context length if that is shorter.
     pub tokens_max: u64,
-    /// Leading blocks of the prompt that the worker has reported as cached, or must have cached although it reports late.
+    /// Leading blocks of the prompt that the worker has reported as cached, even if its engine cannot reuse all of them.
+    pub held_blocks: u32,
+    /// Leading blocks that the worker can reuse according to its reports, or must have cached although it reports late.
     pub reported_blocks: u32,
     /// Leading blocks that the worker has reported, or is about to compute.
     pub known_blocks: u32,

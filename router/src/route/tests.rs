@@ -18,6 +18,7 @@ fn worker(role: WorkerRole) -> Candidate {
         family: Some("".into()),
         excluded: false,
         tokens_max: 100_000,
+        held_blocks: 0,
         reported_blocks: 0,
         known_blocks: 0,
         overlap_blocks: 0,

@@ -11,3 +11,4 @@ mod same_bits;
 mod slow_reader;
 mod structured;
 mod tools;
+mod why;

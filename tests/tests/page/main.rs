@@ -7,6 +7,7 @@ mod chat;
 mod cluster;
 mod looks;
 mod pictures;
+mod why;
 
 use anyhow::{Context, Result, ensure};
 use browser::Browser;
@@ -299,7 +300,7 @@ async fn blocks_injected_scripts(browser: &mut Browser, client: &Client) -> Resu
         (browser.value(markup).await?, browser.value("document.title").await?),
         (json!(0), json!(format!("Tandem – {MODEL}")))
     );
-    for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests"] {
+    for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/history", "/dashboard/breakers"] {
         ensure!(!client.get(path).await?.1.contains(SECRET), "{path} contains a prompt's text");
     }
     for forbidden in ["eval('1')", "document.body.innerHTML = '<b>x</b>'", "document.createElement('script').text = '1'"] {
@@ -344,6 +345,7 @@ async fn dashboard_matches_metrics_in_a_real_browser() -> Result<()> {
     browser.press("Escape").await?;
     looks::are_good(&mut browser, "dashboard").await?;
     shows_the_history(&mut browser).await?;
+    why::is_shown(&mut browser, &client).await?;
     assert_eq!(browser.console_errors(), [] as [String; 0]);
     blocks_injected_scripts(&mut browser, &client).await
 }

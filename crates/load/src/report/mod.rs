@@ -29,7 +29,7 @@ mod text;
 mod timeline;
 
 pub use distribution::TimeSummary;
-pub use outcome::{CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer, RequestOutcome};
+pub use outcome::{CAUSES_MAX, CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer, PrefixTokens, RequestOutcome};
 pub use page::html;
 pub use plan::{PlanSummary, TriedCluster};
 pub use recorder::{Recorder, Roles, Slo};
@@ -61,6 +61,8 @@ pub struct Report {
     pub goodput: Option<Goodput>,
     /// The token counts of all complete answers and their prompts.
     pub tokens: Tokens,
+    /// What could have been cached of the prompts, and why the rest was not; `None` if the server does not report it.
+    pub prefix: Option<PrefixTokens>,
     /// How much later than due the requests were sent.
     pub late: Late,
     /// How evenly the load was divided among the workers; `None` if the workers are not known.

@@ -1,6 +1,7 @@
 //! The outcome of one request.
 
-use std::{fmt, sync::Arc, time::Duration};
+use serde::Serialize;
+use std::{collections::BTreeMap, fmt, sync::Arc, time::Duration};
 
 /// The outcome of one request. All times are counted from the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,10 +41,48 @@ pub struct MeasuredAnswer {
     pub output_tokens: u64,
     /// The number of cached prompt tokens.
     pub cached: CachedCount,
+    /// What could have been cached of the prompt; `None` if the server does not report it.
+    pub prefix: Option<PrefixTokens>,
     /// The worker that computed the prompt; `None` if the answer does not name it.
     pub prefill_worker: Option<Arc<str>>,
     /// The worker that generated the answer; `None` if the answer does not name it.
     pub decode_worker: Option<Arc<str>>,
+}
+
+/// The tokens of prompts that could have been cached, that were predicted to be, and that were. Sums over the prompts of which the server reports it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct PrefixTokens {
+    /// All tokens of the prompts.
+    pub prompt_tokens: u64,
+    /// The tokens that some worker had cached.
+    pub possible_tokens: u64,
+    /// The tokens that a worker that could have computed the prompt had cached.
+    pub eligible_tokens: u64,
+    /// The tokens that the chosen worker was expected to have cached.
+    pub chosen_tokens: u64,
+    /// The tokens that were found in the chosen worker's cache.
+    pub found_tokens: u64,
+    /// The tokens that were not found, by cause: at most [`CAUSES_MAX`] causes.
+    pub uncached: BTreeMap<String, u64>,
+}
+
+/// The maximum number of causes in [`PrefixTokens`].
+pub const CAUSES_MAX: usize = 16;
+
+impl std::ops::AddAssign<&Self> for PrefixTokens {
+    fn add_assign(&mut self, other: &Self) {
+        self.prompt_tokens = self.prompt_tokens.saturating_add(other.prompt_tokens);
+        self.possible_tokens = self.possible_tokens.saturating_add(other.possible_tokens);
+        self.eligible_tokens = self.eligible_tokens.saturating_add(other.eligible_tokens);
+        self.chosen_tokens = self.chosen_tokens.saturating_add(other.chosen_tokens);
+        self.found_tokens = self.found_tokens.saturating_add(other.found_tokens);
+        for (cause, tokens) in &other.uncached {
+            if self.uncached.len() < CAUSES_MAX || self.uncached.contains_key(cause) {
+                let sum = self.uncached.entry(cause.clone()).or_default();
+                *sum = sum.saturating_add(*tokens);
+            }
+        }
+    }
 }
 
 /// One or more gaps of equal length between consecutive tokens.

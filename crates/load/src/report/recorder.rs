@@ -3,7 +3,7 @@
 use super::{
     Balance, ErrorCount, Fact, Goodput, Late, Report, Requests, Tokens, WorkerShare,
     distribution::Distribution,
-    outcome::{CachedCount, FailureClass, MeasuredAnswer, RequestOutcome},
+    outcome::{CachedCount, FailureClass, MeasuredAnswer, PrefixTokens, RequestOutcome},
     timeline::Timeline,
 };
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -40,6 +40,7 @@ pub struct Recorder {
     lateness: Distribution,
     late: u64,
     tokens: Tokens,
+    prefix: Option<PrefixTokens>,
     workers: BTreeMap<Arc<str>, WorkerShare>,
     timeline: Timeline,
 }
@@ -100,6 +101,9 @@ impl Recorder {
         outcome.e2e().into_iter().for_each(|time| self.e2e.add(time));
         answer.gaps.iter().for_each(|gap| self.itl.add_many(gap.length, gap.count));
         self.tokens.add(outcome, answer);
+        if let Some(prefix) = &answer.prefix {
+            *self.prefix.get_or_insert_default() += prefix;
+        }
         let (prompt, cached) = (answer.prompt_tokens.unwrap_or(0), answer.cached.tokens().unwrap_or(0));
         if let Some(name) = &answer.prefill_worker {
             let share = worker(&mut self.workers, name);
@@ -160,6 +164,7 @@ impl Recorder {
                 output_per_second: per_second(self.tokens.output),
                 ..self.tokens.clone()
             },
+            prefix: self.prefix.clone(),
             late: Late { requests: self.late, lateness: self.lateness.summary() },
             balance: Balance::of(&workers),
             workers,

@@ -1,7 +1,7 @@
 //! Formats a report as text for a terminal.
 
 use super::{
-    Report, TimeSummary, Tokens,
+    PrefixTokens, Report, TimeSummary, Tokens,
     format::{counted, decimal, percent, whole},
 };
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
@@ -110,6 +110,7 @@ pub(super) fn sentences(report: &Report) -> Vec<String> {
         decimal(tokens.output_per_second)
     )];
     found.extend(cached(tokens));
+    found.extend(report.prefix.as_ref().into_iter().flat_map(prefixes));
     if let Some(goodput) = &report.goodput {
         let limits = [("TTFT", goodput.slo_ttft_ms), ("mean ITL", goodput.slo_itl_ms), ("E2E", goodput.slo_e2e_ms)];
         let limits: Vec<String> =
@@ -164,6 +165,25 @@ fn cached(tokens: &Tokens) -> Option<String> {
         None if tokens.answers_without_cached > 0 => Some("cached tokens: the server does not report them".to_owned()),
         None => None,
     }
+}
+
+/// Returns sentences about the tokens that could have been cached, and about those that were not.
+fn prefixes(prefix: &PrefixTokens) -> impl Iterator<Item = String> {
+    let of_prompts =
+        |tokens: u64| percent(if prefix.prompt_tokens == 0 { 0.0 } else { tokens as f64 / prefix.prompt_tokens as f64 });
+    let funnel = format!(
+        "cached on any worker {}, on a worker that could compute the prompt {}, expected on the chosen one {}, found {}",
+        of_prompts(prefix.possible_tokens),
+        of_prompts(prefix.eligible_tokens),
+        of_prompts(prefix.chosen_tokens),
+        of_prompts(prefix.found_tokens)
+    );
+    let mut causes: Vec<_> = prefix.uncached.iter().collect();
+    causes.sort_by_key(|(_, tokens)| std::cmp::Reverse(**tokens));
+    let causes: Vec<String> =
+        causes.iter().map(|(cause, tokens)| format!("{} {}", cause.replace('_', " "), of_prompts(**tokens))).collect();
+    let causes = (!causes.is_empty()).then(|| format!("not cached: {}", causes.join(", ")));
+    std::iter::once(funnel).chain(causes)
 }
 
 fn times_row(name: &str, summary: &TimeSummary) -> Vec<String> {

@@ -32,7 +32,7 @@ const DASHBOARD: &str = include_str!("page/page.html");
 const CHAT: &str = include_str!("page/chat.html");
 
 /// The files of the pages, each with its name, content type and content.
-const FILES: [(&str, &str, &str); 15] = [
+const FILES: [(&str, &str, &str); 16] = [
     ("page.css", CSS, include_str!("page/page.css")),
     ("chat.css", CSS, include_str!("page/chat.css")),
     ("copy.js", JS, include_str!("page/copy.js")),
@@ -46,6 +46,7 @@ const FILES: [(&str, &str, &str); 15] = [
     ("requests.js", JS, include_str!("page/requests.js")),
     ("timeline.js", JS, include_str!("page/timeline.js")),
     ("explain.js", JS, include_str!("page/explain.js")),
+    ("why.js", JS, include_str!("page/why.js")),
     ("chat.js", JS, include_str!("page/chat.js")),
     ("terms.js", JS, include_str!("page/terms.js")),
 ];
@@ -71,6 +72,10 @@ pub(super) fn routes(chat: Neighbour) -> Router<Arc<App>> {
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
         .route("/dashboard/history", get(history))
+        .route(
+            "/dashboard/breakers",
+            get(async |State(app): State<Arc<App>>| guarded(Json(json!({ "clients": app.heads.broken() })))),
+        )
         // The metrics are also served below the page's path. So a proxy that routes by path can send all requests of a page to the same
         // frontend.
         .route("/dashboard/metrics", get(health::metrics))

@@ -1,8 +1,37 @@
-//! A member as a candidate for a placement.
+//! Members as candidates for a placement.
 
-use super::{Member, MemberPrefix};
+use super::{ClusterMembers, Member, MemberPrefix};
 use crate::{rates::Measurement, route::Candidate, settings::Costs};
+use std::collections::BTreeSet;
+use tandem_kv::{InstanceId, SequenceHash};
 use tokio::time::Instant;
+
+impl ClusterMembers {
+    /// Returns each of these members as a candidate for a placement, in their order. A member is marked as excluded if it is in `excluded`, or
+    /// if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
+    pub(in crate::cluster) fn candidates(
+        &self,
+        members: &[&Member],
+        hashes: &[SequenceHash],
+        excluded: &BTreeSet<InstanceId>,
+        breakers_at: Option<Instant>,
+        costs: &Costs,
+    ) -> Vec<Candidate> {
+        let ((reported, held), predicted, now) = (self.index.lookup(hashes), self.predictions.leading_blocks(hashes), self.now());
+        let unreported = self.unreported.leading_blocks(hashes, now);
+        let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
+        let candidate = |member: &&Member| {
+            let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
+            let (indexed, late) = (of(&reported, member), of(&unreported, member));
+            // Without its reuse points, it is unknown how much of an unreported prompt a hybrid model can reuse.
+            let is_known = late > indexed && !self.index.has_first(member.slot, SequenceHash::REUSE_POINTS);
+            let held = if held.is_empty() { indexed } else { of(&held, member) };
+            let prefix = member.prefix(held, indexed, if is_known { late } else { indexed }, of(&predicted, member));
+            Candidate { excluded, ..member.candidate(prefix, now, costs) }
+        };
+        members.iter().map(candidate).collect()
+    }
+}
 
 impl Member {
     /// Returns the member as a candidate for a placement. The older its measurements are, the less weight they have.
@@ -21,6 +50,7 @@ impl Member {
             family: self.family.clone(),
             excluded: false,
             tokens_max: capacity.min(context),
+            held_blocks: prefix.held_blocks,
             reported_blocks: prefix.reported_blocks,
             known_blocks: prefix.known_blocks,
             overlap_blocks: prefix.overlap_blocks,
@@ -45,10 +75,11 @@ impl Member {
         }
     }
 
-    /// Returns what is known of a prompt's leading blocks: those in the index, those that count as reported, and those that other prompts are about
-    /// to compute.
-    pub(in crate::cluster) fn prefix(&self, indexed: u32, reported: u32, computed: u32) -> MemberPrefix {
+    /// Returns what is known of a prompt's leading blocks: those that the index has, those of them that can be reused, those that count as reported,
+    /// and those that other prompts are about to compute.
+    pub(in crate::cluster) fn prefix(&self, held: u32, indexed: u32, reported: u32, computed: u32) -> MemberPrefix {
         MemberPrefix {
+            held_blocks: held.max(reported),
             reported_blocks: reported,
             known_blocks: indexed.max(computed),
             overlap_blocks: self.findings.correction().apply(reported),

@@ -8,15 +8,18 @@ import { firstTokens, forget, listenToRequests, newest, showRefused, showRequest
 import { listenToTimeline } from './timeline.js';
 import { listenToExplain } from './explain.js';
 import { about, addTooltips } from './terms.js';
+import { showWhy } from './why.js';
 
 const PAUSE_MS = 2000;
 const ANSWER_MS = 10_000;
+// The history has a new period every ten seconds.
+const HISTORY_MS = 10_000;
 
 let paused = false;
 let since = null;
 let timer = null;
 let updating = false;
-let hasHistory = false;
+let historyAt = null;
 
 async function get(path) {
   const answer = await fetch(path, { signal: AbortSignal.timeout(ANSWER_MS), cache: 'no-store' });
@@ -41,9 +44,11 @@ async function update() {
     get('dashboard/metrics').then((answer) => answer.text()),
     getRequests(),
   ]);
-  if (!hasHistory) {
-    begin((await (await get('dashboard/history')).json()).periods);
-    hasHistory = true;
+  if (historyAt === null || performance.now() - historyAt > HISTORY_MS) {
+    const [{ periods }, breakers] = await Promise.all(['history', 'breakers'].map(async (name) => (await get(`dashboard/${name}`)).json()));
+    if (historyAt === null) begin(periods);
+    historyAt = performance.now();
+    showWhy(periods, breakers);
   }
   offerModels('explain', cluster.models);
   cluster.workers.sort(inOrder);

@@ -3,6 +3,7 @@
 import { arrange, brief, byId, clock, colour, count, duration, el, setText } from './dom.js';
 import { scatterChart } from './charts.js';
 import { openTimeline } from './timeline.js';
+import { sentence } from './why.js';
 
 const PAGE = 25;
 // The maximum number of points in the chart. Each point is an SVG element that is drawn again at every update.
@@ -83,7 +84,7 @@ function makeRow(record) {
     el('th', { scope: 'row' }, open),
     cell('status', el('span', { class: record.status < 400 ? '' : 'problem' }, status(record.status))),
     cell('prompt_tokens', count(record.prompt_tokens)),
-    cell('cached_tokens', count(record.cached_tokens), estimate ? el('span', { class: 'badge bad' }, 'estimate') : null),
+    el('td', { 'data-field': 'cached_tokens', title: sentence(record) }, count(record.cached_tokens), estimate ? el('span', { class: 'badge bad' }, 'estimate') : null),
     cell('completion_tokens', count(record.completion_tokens)),
     cell('prefill_worker', ...(record.prefill_worker === null && record.decode_worker !== null ? ['on decode'] : worker(record.prefill_worker))),
     cell('decode_worker', ...worker(record.decode_worker)),

@@ -2,6 +2,7 @@
 
 import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
 import { about, head } from './terms.js';
+import { prefixFacts, sentence } from './why.js';
 
 // Returns the stages of a request, from its arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
@@ -62,6 +63,7 @@ function facts(record) {
     ['Prompt tokens', count(record.prompt_tokens)],
     ['Cached tokens', cached],
     ['Predicted overlap', predicted],
+    ...prefixFacts(record),
     ['New tokens', count(record.completion_tokens)],
     ['Prefill worker', known(record.prefill_worker ?? `${record.decode_worker} (decode worker)`)],
     ['Decode worker', known(record.decode_worker)],
@@ -93,7 +95,9 @@ export function openTimeline(record) {
       el('th', { scope: 'row', title: about(name) }, el('i', { class: `swatch bar-${kind}` }), name),
       el('td', {}, duration(from)), el('td', {}, duration(to - from)), el('td', { class: 'left' }, where)));
   byId('request-title').textContent = `Request ${record.request_id}`;
+  const why = sentence(record);
   byId('request-body').replaceChildren(
+    ...(why ? [el('p', { class: 'explanation', 'data-field': 'why' }, why)] : []),
     bars(list, record.steps),
     table('steps', ['Stage', 'Start', 'Duration', 'Where'], rows),
     facts(record),

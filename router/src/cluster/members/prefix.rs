@@ -1,0 +1,62 @@
+//! What is remembered of blocks that no member has cached: which worker removed them, and which prompts were computed just now.
+
+use super::ClusterMembers;
+use crate::index::OWNER_MAX;
+use tandem_kv::SequenceHash;
+use tandem_proto::v1;
+use tokio::time::Instant;
+
+/// The workers that may have removed blocks, by their numbers in the index, from 1. Workers beyond the last number have it in common, without a name.
+pub(super) struct RemovedBy {
+    names: Vec<String>,
+    began: Instant,
+}
+
+impl Default for RemovedBy {
+    fn default() -> Self {
+        Self { names: Vec::new(), began: Instant::now() }
+    }
+}
+
+impl RemovedBy {
+    /// Returns the number of the worker with this name.
+    pub(super) fn number(&mut self, worker_id: &str) -> u16 {
+        let at = self.names.iter().position(|name| name == worker_id).unwrap_or_else(|| {
+            if self.names.len() + 1 < OWNER_MAX.into() {
+                self.names.push(worker_id.to_owned());
+                return self.names.len() - 1;
+            }
+            self.names.len()
+        });
+        at as u16 + 1
+    }
+
+    fn name(&self, number: u16) -> String {
+        usize::from(number).checked_sub(1).and_then(|at| self.names.get(at)).cloned().unwrap_or_default()
+    }
+}
+
+impl ClusterMembers {
+    /// Returns the present time for the index, in seconds.
+    pub(super) fn seconds(&self) -> u64 {
+        self.now().saturating_duration_since(self.removed.began).as_secs()
+    }
+
+    /// Returns the most leading blocks of the prompt that prompts computed in the last moments have.
+    pub(in crate::cluster) fn just_computed(&self, hashes: &[SequenceHash]) -> u32 {
+        self.just_computed.leading_blocks(hashes, self.now()).into_iter().max().unwrap_or(0)
+    }
+
+    /// Returns the leading blocks of the prompt that workers had cached, beyond the first `cached` ones.
+    pub(in crate::cluster) fn removed(&self, hashes: &[SequenceHash], cached: u32) -> Option<v1::KnownPrefix> {
+        self.index.set_time(self.seconds());
+        let removed = self.index.removed(hashes, cached)?;
+        Some(v1::KnownPrefix {
+            worker_id: self.removed.name(removed.owner),
+            blocks: removed.blocks,
+            removed_s: Some(removed.age_s),
+            lost: removed.lost,
+            ..Default::default()
+        })
+    }
+}

@@ -1,0 +1,108 @@
+//! What is known of a prompt's prefix when it is placed: what the chosen worker has cached, what others have, and what workers have removed. From it
+//! follows the cause of each token that is not found (docs/adr/051-why-not-cached.md).
+
+use super::{
+    booking::Prediction,
+    findings::FoundBlocks,
+    members::{ClusterMembers, Member},
+    placement::PlacementDecision,
+};
+use crate::{metrics::RouterMetrics, route::RouteChoice};
+use std::{cmp::Reverse, sync::Arc};
+use tandem_proto::{
+    Funnel,
+    v1::{KnownPrefix, PrefixFacts},
+};
+
+impl PlacementDecision<'_> {
+    /// Returns what is known of the prompt's prefix. `members` are all members.
+    pub(super) fn facts(&self, members: &ClusterMembers, choice: RouteChoice, other_namespace_blocks: u32) -> PrefixFacts {
+        let computes = choice.prefill.unwrap_or(choice.decode);
+        let chosen = &self.candidates[computes];
+        let most = |known: &dyn Fn(usize) -> bool| {
+            let overlap = |at: &usize| (self.candidates[*at].overlap_blocks, *at == computes);
+            let holders = (0..self.candidates.len()).filter(|at| self.candidates[*at].overlap_blocks > 0 && known(*at));
+            holders.max_by_key(|at| (overlap(at), Reverse(*at)))
+        };
+        let mut facts = PrefixFacts {
+            reusable_blocks: self.hashes.len() as u32,
+            expected_blocks: chosen.overlap_blocks,
+            held_blocks: chosen.held_blocks,
+            known_blocks: chosen.known_blocks,
+            other_namespace_blocks,
+            ..Default::default()
+        };
+        let eligible = most(&|at| self.computing(at).is_some());
+        facts.eligible = eligible.map(|at| self.known_prefix(at, choice));
+        let anywhere = most(&|_| true).filter(|at| {
+            let blocks = |at: usize| self.candidates[at].overlap_blocks;
+            eligible.is_none_or(|eligible| blocks(*at) > blocks(eligible))
+        });
+        facts.anywhere = anywhere.map(|at| self.known_prefix(at, choice)).or_else(|| facts.eligible.clone());
+        let in_flight = self.candidates.iter().map(|candidate| candidate.known_blocks).max().unwrap_or(0);
+        facts.in_flight_blocks = in_flight.max(members.just_computed(self.hashes));
+        facts.removed = members.removed(self.hashes, facts.known_prefix());
+        facts
+    }
+
+    /// Returns the blocks of this member, and what it would have cost to compute the prompt there instead of on the chosen workers.
+    fn known_prefix(&self, at: usize, choice: RouteChoice) -> KnownPrefix {
+        let computes = choice.prefill.unwrap_or(choice.decode);
+        let saved_ms = self.computing(computes).zip(self.computing(at)).map_or(0.0, |(chosen, other)| chosen - other);
+        KnownPrefix {
+            worker_id: self.members[at].info.worker_id.clone(),
+            blocks: self.candidates[at].overlap_blocks,
+            more_ms: self.total(at).zip(self.total(computes)).map(|(other, chosen)| other - chosen),
+            saved_ms: saved_ms.max(0.0),
+            ..Default::default()
+        }
+    }
+
+    /// Returns the time that the member would take to compute the prompt; `None` if it cannot.
+    fn computing(&self, at: usize) -> Option<f64> {
+        let costs = &self.costs[at];
+        costs.prefill.or(costs.local).map(|cost| cost.compute_ms)
+    }
+
+    /// Returns the cost of the placement in which this member computes the prompt.
+    fn total(&self, at: usize) -> Option<f64> {
+        let Some(prefill) = self.costs[at].prefill else { return self.costs[at].local.map(|cost| cost.total()) };
+        let decoders = self.candidates.iter().zip(&self.costs).filter(|(other, _)| other.family == self.candidates[at].family);
+        let decode = decoders.filter_map(|(_, costs)| costs.decode).map(|cost| cost.total()).min_by(f64::total_cmp)?;
+        Some(prefill.total() + decode)
+    }
+}
+
+/// Returns the facts without the names of workers.
+pub(super) fn anonymous(facts: &PrefixFacts) -> PrefixFacts {
+    let without_name = |known: &Option<KnownPrefix>| {
+        let &KnownPrefix { blocks, more_ms, saved_ms, removed_s, lost, .. } = known.as_ref()?;
+        Some(KnownPrefix { worker_id: String::new(), blocks, more_ms, saved_ms, removed_s, lost })
+    };
+    let (eligible, anywhere) = (without_name(&facts.eligible), without_name(&facts.anywhere));
+    PrefixFacts { eligible, anywhere, removed: without_name(&facts.removed), ..*facts }
+}
+
+/// Compares what was predicted for a prompt to the model with the `actual` tokens that the engine of the member found.
+pub(super) fn compare(
+    member: &mut Member,
+    metrics: &RouterMetrics,
+    model: &Arc<str>,
+    prediction: &Prediction,
+    actual: u32,
+) -> Funnel {
+    let Prediction { prompt_tokens, block_size, reported, facts } = prediction;
+    let found = actual / (*block_size).max(1);
+    member.findings.add(FoundBlocks { reported: *reported, known: facts.known_blocks, found });
+    member.export_findings();
+    let Member { series, placements, info, .. } = member;
+    let predicted = u64::from(facts.expected_blocks) * u64::from(*block_size);
+    let (over, under) = (predicted.saturating_sub(actual.into()), u64::from(actual).saturating_sub(predicted));
+    series.overlap_over.increment(over);
+    series.overlap_under.increment(under);
+    placements.overlap_over_tokens += over;
+    placements.overlap_under_tokens += under;
+    let funnel = Funnel::of(facts, *prompt_tokens, *block_size, actual);
+    metrics.prefix_series(&info.worker_id, model).count(&funnel, facts);
+    funnel
+}

@@ -1,0 +1,176 @@
+//! The blocks that workers had cached and have removed, so that the router can say that a prompt was evicted, when, and where.
+//!
+//! A table of fixed size, [`BYTES`], in which an old entry makes room for a new one. A removal writes one line of memory, and a lookup reads one for
+//! each step of a binary search: caches evict the end of a prompt before its beginning, and the table forgets the oldest entries first, so the
+//! remembered blocks of a prompt are its leading ones. What the table has forgotten counts as never cached.
+
+use super::prefetch::prefetch;
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
+};
+
+const BUCKETS_BITS: u32 = if cfg!(test) { 10 } else { 17 };
+const BUCKET_ENTRIES: usize = 8;
+/// The memory of the table: 8 MiB for 1,048,576 blocks. It is allocated when the first block is removed.
+pub(super) const BYTES: usize = size_of::<Bucket>() << BUCKETS_BITS;
+
+/// The parts of an entry, from its lowest bit on: how the block was removed (2 bits: 1 evicted, 2 lost), the owner, the time, and a part of the hash.
+const OWNER_BITS: u32 = 12;
+const TIME_BITS: u32 = 22;
+const TIME_SHIFT: u32 = 2 + OWNER_BITS;
+const HASH_SHIFT: u32 = TIME_SHIFT + TIME_BITS;
+const TIME_MASK: u32 = (1 << TIME_BITS) - 1;
+
+/// The largest number of an owner.
+pub(crate) const OWNER_MAX: u16 = (1 << OWNER_BITS) - 1;
+
+/// One line of the processor's cache.
+#[derive(Default)]
+#[repr(align(64))]
+struct Bucket([AtomicU64; BUCKET_ENTRIES]);
+
+/// The cache from which blocks are removed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RemovedFrom {
+    /// The number of the worker; 0: its blocks are not remembered.
+    pub(super) owner: u16,
+    /// Whether the worker has left, or its cache was cleared.
+    pub(super) lost: bool,
+}
+
+#[derive(Default)]
+pub(super) struct RemovedBlocks {
+    buckets: OnceLock<Box<[Bucket]>>,
+    /// The present time in seconds. After 48 days, times begin again at 0, and older entries seem new.
+    now: AtomicU32,
+}
+
+/// Leading blocks of a prompt that a worker had cached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RemovedPrefix {
+    /// The number of leading blocks, including those that are cached.
+    pub(crate) blocks: u32,
+    /// The number of the worker that removed the last of them, see [`PrefixIndex::set_owner`](super::PrefixIndex::set_owner).
+    pub(crate) owner: u16,
+    /// How long ago it was removed, in seconds.
+    pub(crate) age_s: u32,
+    /// Whether the worker has left, or its cache was cleared.
+    pub(crate) lost: bool,
+}
+
+impl RemovedBlocks {
+    pub(super) fn set_time(&self, seconds: u64) {
+        self.now.store(seconds as u32 & TIME_MASK, Relaxed);
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.buckets.get().map_or(0, |_| BYTES)
+    }
+
+    pub(super) fn prefetch(&self, mixed: u64) {
+        prefetch(self.buckets.get().map_or(&[], |buckets| &**buckets), bucket_of(mixed));
+    }
+
+    /// Records that the block with this mixed hash was removed now.
+    pub(super) fn add(&self, mixed: u64, RemovedFrom { owner, lost }: RemovedFrom) {
+        if owner == 0 {
+            return;
+        }
+        let buckets = self.buckets.get_or_init(|| (0..1 << BUCKETS_BITS).map(|_| Bucket::default()).collect());
+        let (Bucket(bucket), now) = (&buckets[bucket_of(mixed)], self.now.load(Relaxed));
+        let age = |entry: &&AtomicU64| match entry.load(Relaxed) {
+            0 => u32::MAX - 1,
+            entry if is_of(entry, mixed) => u32::MAX,
+            entry => age_of(entry, now),
+        };
+        let Some(slot) = bucket.iter().max_by_key(age) else { return };
+        let rest = u64::from(now) << TIME_SHIFT | u64::from(owner.min(OWNER_MAX)) << 2 | if lost { 2 } else { 1 };
+        slot.store(mixed << HASH_SHIFT | rest, Relaxed);
+    }
+
+    fn find(&self, mixed: u64) -> Option<u64> {
+        let Bucket(bucket) = self.buckets.get()?.get(bucket_of(mixed))?;
+        bucket.iter().map(|entry| entry.load(Relaxed)).find(|entry| is_of(*entry, mixed))
+    }
+
+    /// Returns how many leading blocks of a prompt of `len` blocks are remembered, beyond the `from` ones that are cached; `None` if no block is.
+    /// `mixed` returns the mixed hash of a block.
+    pub(super) fn prefix(&self, from: usize, len: usize, mixed: impl Fn(usize) -> u64) -> Option<RemovedPrefix> {
+        if from >= len {
+            return None;
+        }
+        let (mut found, mut last, mut absent) = (self.find(mixed(from))?, from, len);
+        while absent - last > 1 {
+            let middle = last.midpoint(absent);
+            match self.find(mixed(middle)) {
+                Some(entry) => (found, last) = (entry, middle),
+                None => absent = middle,
+            }
+        }
+        Some(RemovedPrefix {
+            blocks: last as u32 + 1,
+            owner: (found >> 2) as u16 & OWNER_MAX,
+            age_s: age_of(found, self.now.load(Relaxed)),
+            lost: found & 2 > 0,
+        })
+    }
+}
+
+fn bucket_of(mixed: u64) -> usize {
+    (mixed >> (u64::BITS - BUCKETS_BITS)) as usize
+}
+
+/// Whether this is an entry of the block with this mixed hash. The bucket and 28 more bits of the hash are compared.
+fn is_of(entry: u64, mixed: u64) -> bool {
+    entry != 0 && entry >> HASH_SHIFT == mixed & (u64::MAX >> HASH_SHIFT)
+}
+
+fn age_of(entry: u64, now: u32) -> u32 {
+    now.wrapping_sub((entry >> TIME_SHIFT) as u32) & TIME_MASK
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_kv::mix;
+
+    #[test]
+    fn removed_blocks_are_found_with_their_owner_and_age_until_newer_ones_need_their_place() {
+        let removed = RemovedBlocks::default();
+        assert_eq!((removed.prefix(0, 9, |at| mix(at as u64)), removed.bytes()), (None, 0));
+        removed.set_time(100);
+        (3..40).for_each(|block| removed.add(mix(block), RemovedFrom { owner: 7, lost: block < 10 }));
+        removed.set_time(150);
+        (20..30).for_each(|block| removed.add(mix(block), RemovedFrom { owner: OWNER_MAX, lost: false }));
+        removed.set_time(160);
+        let prefix = |from: usize, len: usize| removed.prefix(from, len, |block| mix(block as u64));
+        assert_eq!(prefix(0, 40), None, "the first block is not removed");
+        assert_eq!(prefix(3, 3), None);
+        assert_eq!(prefix(3, 9), Some(RemovedPrefix { blocks: 9, owner: 7, age_s: 60, lost: true }));
+        assert_eq!(prefix(3, 25), Some(RemovedPrefix { blocks: 25, owner: OWNER_MAX, age_s: 10, lost: false }));
+        assert_eq!(prefix(20, 70), Some(RemovedPrefix { blocks: 40, owner: 7, age_s: 60, lost: false }));
+        assert_eq!(removed.bytes(), BYTES);
+        removed.set_time(161);
+        (1_000..40_000).for_each(|block| removed.add(mix(block), RemovedFrom { owner: 1, lost: false }));
+        assert_eq!(prefix(3, 40), None, "the oldest are forgotten");
+        let kept = (1_000..40_000).filter(|block| removed.find(mix(*block)).is_some()).count();
+        assert!(kept > BYTES / 8 * 9 / 10, "{kept} newer ones are kept");
+    }
+
+    #[test]
+    fn blocks_without_an_owner_are_not_remembered() {
+        let removed = RemovedBlocks::default();
+        removed.add(mix(1), RemovedFrom { owner: 0, lost: false });
+        assert_eq!((removed.prefix(0, 1, |_| mix(1)), removed.bytes()), (None, 0));
+    }
+
+    #[test]
+    fn times_that_begin_again_keep_their_distance() {
+        let removed = RemovedBlocks::default();
+        removed.set_time(u64::from(TIME_MASK) - 5);
+        removed.add(mix(1), RemovedFrom { owner: 1, lost: false });
+        removed.set_time(u64::from(TIME_MASK) + 10);
+        assert_eq!(removed.prefix(0, 1, |_| mix(1)).map(|prefix| prefix.age_s), Some(15));
+    }
+}
