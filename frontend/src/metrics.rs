@@ -16,7 +16,7 @@ pub(crate) const CLIENT_CLOSED: u16 = 499;
 /// The value of the label `tier` for cached tokens whose tier is not known.
 const TIER_UNKNOWN: &str = "unknown";
 /// The cache tiers that are counted separately.
-const TIERS: [&str; 1] = ["device"];
+const TIERS: [&str; 4] = ["device", "host", "disk", "store"];
 
 /// An endpoint whose requests have a body: they generate text, or count and convert tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,7 +19,7 @@ pub use error::WireError;
 pub use event::{event_batch, split_batch};
 pub use identity::Difference;
 pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, SIGNATURE_BYTES, TooShort};
-pub use load::transfer_bytes_per_second;
+pub use load::{tier_names, transfer_bytes_per_second};
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 
 /// Maximum length in bytes of an id, a name, an account or a trace context in a message. Frontends send less than a tenth of it.

@@ -1,8 +1,8 @@
 //! Conversions of loads, and plausibility checks of the rates in them.
 
 use crate::v1;
-use std::ops::RangeInclusive;
-use tandem_kv::Load;
+use std::{collections::HashMap, ops::RangeInclusive};
+use tandem_kv::{ByTier, Load, Tier};
 
 /// The plausible range of prompt tokens per second: from one token in ten seconds to a thousand times the speed of the fastest device.
 const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
@@ -29,6 +29,7 @@ impl From<&Load> for v1::Load {
             free_blocks: load.free_blocks,
             cached_blocks: load.cached_blocks,
             in_use_blocks: load.in_use_blocks,
+            tier_blocks: tier_names(load.tier_blocks),
             prefill_tokens_per_second: load.prefill_tokens_per_second,
             prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: load.prefill_fixed_ms,
@@ -50,6 +51,7 @@ impl From<&v1::Load> for Load {
             free_blocks: load.free_blocks,
             cached_blocks: load.cached_blocks,
             in_use_blocks: load.in_use_blocks,
+            tier_blocks: Tier::ALL.map(|tier| load.tier_blocks.get(tier.name()).copied().unwrap_or(0)),
             prefill_tokens_per_second: measured(load.prefill_tokens_per_second, PREFILL_TOKENS_PER_SECOND),
             prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: measured(load.prefill_fixed_ms, STEP_MS),
@@ -58,6 +60,12 @@ impl From<&v1::Load> for Load {
             ..Self::default()
         }
     }
+}
+
+/// Returns the numbers that are not 0, by the names of their tiers.
+pub fn tier_names(numbers: ByTier<u32>) -> HashMap<String, u32> {
+    let tiers = Tier::ALL.into_iter().zip(numbers).filter(|(_, number)| *number > 0);
+    tiers.map(|(tier, number)| (tier.name().to_owned(), number)).collect()
 }
 
 /// Returns the load's transfer rate in bytes per second; 0 if it was not measured or is implausible.
@@ -89,6 +97,7 @@ mod tests {
             prefill_measurements in any::<u64>(),
             (prefill_tokens_per_second, prefill_fixed_ms, decode_step_ms) in (0.1..1e9_f64, 1e-3..1e5_f64, 1e-3..6e5_f64),
             prompt_share in 0.01..=1.0_f64,
+            tier_blocks in any::<[u32; 4]>(),
         ) {
             let load = Load {
                 running_sequences,
@@ -97,6 +106,7 @@ mod tests {
                 free_blocks,
                 cached_blocks,
                 in_use_blocks,
+                tier_blocks,
                 prefill_tokens_per_second,
                 prefill_measurements,
                 prefill_fixed_ms,

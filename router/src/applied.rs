@@ -54,7 +54,9 @@ impl IndexedWorker {
         let (mut applied, capacity_blocks) = (Applied::default(), self.capacity_blocks);
         for event in events {
             let (kind, blocks) = match &event.change {
-                Change::Stored(chain) => (&mut applied.stored, self.index.blocks(self.slot) + chain.sequence_hashes.len() as u64),
+                Change::Stored(chain) => {
+                    (&mut applied.stored, self.index.blocks_and_markers(self.slot) + chain.sequence_hashes.len() as u64)
+                }
                 Change::Removed(hashes) => (&mut applied.removed, hashes.len() as u64),
                 Change::Cleared => (&mut applied.cleared, 0),
             };

@@ -161,6 +161,12 @@ impl PrefixIndex {
         writer.row(worker).map_or(0, |row| writer.blocks(row))
     }
 
+    /// Returns how many blocks the worker has cached, with markers.
+    pub fn blocks_and_markers(&self, worker: WorkerSlot) -> u64 {
+        let writer = self.writer.lock();
+        writer.row(worker).map_or(0, |row| writer.blocks_and_markers(row))
+    }
+
     /// Returns the bytes that the index has allocated. Visits every run.
     pub fn bytes(&self) -> usize {
         let writer = self.writer.lock().bytes();
@@ -177,7 +183,7 @@ impl PrefixIndex {
             let Some(row) = row(&writer) else { return };
             let before = writer.blocks(row);
             let is_stored = self.store_piece(&mut writer, row, parent, piece, skipped);
-            if parent.is_none() && piece.len() == 1 && piece[0].is_marker() {
+            if parent.is_none_or(SequenceHash::is_marker) && piece.iter().all(|hash| hash.is_marker()) {
                 writer.count_markers(row, before);
             }
             if !is_stored {

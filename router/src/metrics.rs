@@ -249,6 +249,13 @@ impl WorkerSeries {
         constant("tandem_router_index_approximate", help, &[worker], f64::from(u8::from(info.approximate_index)));
     }
 
+    /// Exports the time that loading a token from a tier takes.
+    pub(crate) fn show_load_ms(&self, worker_id: &str, tier: &str, ms: f64) {
+        let help =
+            "Milliseconds that the worker takes to load a cached token from the tier, learned from the times to first tokens.";
+        self.exported.gauge("tandem_router_load_ms_per_token", help, &[("worker", worker_id), ("tier", tier)]).set(ms);
+    }
+
     /// Counts events that were applied to the index.
     pub(crate) fn count_applied(&self, applied: &Applied) {
         self.stored.increment(applied.stored);

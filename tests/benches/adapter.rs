@@ -82,6 +82,7 @@ async fn worker(url: String) -> Result<SocketAddr> {
         waiting_max: 1_024,
         nixl: false,
         kv_lease: Duration::from_secs(30),
+        shared_store: None,
         silence_max: Duration::from_secs(60),
     };
     let connected = connect(settings).await?;

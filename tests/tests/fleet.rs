@@ -153,6 +153,39 @@ async fn restarted_cluster_finds_cached_prompts_if_its_key_is_the_same() -> Resu
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn block_that_the_gpu_evicts_is_found_in_host_memory_and_counted_there() -> Result<()> {
+    // The device holds five blocks of 32 tokens, a prompt has three full ones.
+    let fleet = Fleet::with(1, |settings| (settings.blocks, settings.offloads) = (6, true)).await?;
+    let cluster = Cluster::start(fleet.settings()).await?;
+    let usage = async |text: &str| {
+        let body = json!({ "model": "fake", "prompt": text, "max_tokens": 1, "temperature": 0 });
+        let url = format!("http://{}/v1/completions", cluster.frontend);
+        let request = reqwest::Client::new().post(url).header("x-tandem-details", "true").json(&body).timeout(LIMIT);
+        let answer: Value = request.send().await?.json().await?;
+        anyhow::Ok(answer["tandem"]["cached_tokens_by_tier"].clone())
+    };
+    let tiers = async || {
+        let worker = view(&cluster).await?.workers.remove(0);
+        anyhow::Ok(worker.tiers.into_iter().map(|tier| (tier.tier, tier.blocks)).collect::<Vec<_>>())
+    };
+    let texts = ["one", "two"].map(|name| format!("{name} {}", "word ".repeat(24)));
+    for text in &texts {
+        assert_eq!(usage(text).await?, json!({ "device": 0 }));
+    }
+    // Each of the engine's blocks is two of the cluster's.
+    let all = [("device".to_owned(), 10), ("host".to_owned(), 12)];
+    until("the router knows the blocks of both tiers", async || Ok(tiers().await? == all)).await?;
+    let found = usage(&texts[0]).await?;
+    assert_eq!((found["device"].as_u64().unwrap_or(0) + found["host"].as_u64().unwrap_or(0)), 96, "{found}");
+    assert!(found["host"].as_u64().is_some_and(|tokens| tokens >= 32), "{found}");
+    let metric = r#"tandem_frontend_cached_tokens_total{source="worker",tier="host"}"#;
+    let metrics = reqwest::get(format!("http://{}/metrics", cluster.frontend)).await?.text().await?;
+    assert!(metrics.contains(metric), "{metrics}");
+    cluster.stop().await;
+    Ok(())
+}
+
 /// Waits until the router knows all blocks in the engines' caches, and no engine has work. An engine's block consists of two blocks of the cluster.
 async fn indexed(cluster: &Cluster, fleet: &Fleet) -> Result<()> {
     until("the index knows all cached blocks", async || {

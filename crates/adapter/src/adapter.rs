@@ -77,6 +77,10 @@ impl Backend for Adapter {
         self.shared.slots.running_max()
     }
 
+    fn shared_store(&self) -> &str {
+        &self.shared.shared_store
+    }
+
     fn cached_blocks_max(&self) -> u32 {
         self.shared.cached_blocks_max
     }

@@ -1,6 +1,6 @@
 //! The events with which an engine reports changes of its prefix cache, independent of their wire format.
 
-use tandem_kv::TokenId;
+use tandem_kv::{Tier, TokenId};
 
 /// The engine's own hash of a block and all blocks before it. Tandem only compares these hashes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,8 +37,8 @@ pub struct BlocksStored {
     pub lora: Option<String>,
     /// The inputs of each block's hash besides the tokens and the LoRA: one entry for each block, or no entries if there are no such inputs.
     pub extra_keys: Vec<ExtraKeys>,
-    /// The memory in which the blocks are stored.
-    pub medium: Medium,
+    /// The tier in which the blocks are stored.
+    pub tier: Result<Tier, UnknownMedium>,
     /// The group of layers whose KV the blocks hold; `None` if the engine does not name a group. An engine with several kinds of attention has a
     /// group for each kind.
     pub group: Option<u32>,
@@ -55,8 +55,8 @@ pub struct BlocksStored {
 pub struct BlocksRemoved {
     /// The hashes of the dropped blocks.
     pub hashes: Vec<EngineHash>,
-    /// The memory from which the blocks were dropped.
-    pub medium: Medium,
+    /// The tier from which the blocks were dropped.
+    pub tier: Result<Tier, UnknownMedium>,
     /// The group of layers whose KV the blocks held; `None` if the engine does not name a group.
     pub group: Option<u32>,
 }
@@ -73,13 +73,7 @@ pub enum ExtraKeys {
     Other,
 }
 
-/// The memory in which an engine keeps a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Medium {
-    /// The block is in the device's memory.
-    Device,
-    /// The block is in the host's memory.
-    Host,
-    /// The block is in storage, on another machine, or in a kind of memory that Tandem does not know.
-    Elsewhere,
-}
+/// The name of a kind of memory that Tandem does not know, shortened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct UnknownMedium(pub String);

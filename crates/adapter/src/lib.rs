@@ -17,9 +17,9 @@ mod slots;
 pub mod vllm;
 
 pub use adapter::Adapter;
-pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, UnknownMedium};
 pub use http::ClientError;
-pub use mirror::{Mirror, MirrorSettings, PrefixTiers, Unroutable, WrongBlockSize};
+pub use mirror::{Mirror, MirrorSettings, Unroutable, WrongBlockSize};
 pub use salt::cache_salt;
 pub use server::{ConnectError, Connected, EngineEnded, ModelDescription, ServerDescription};
 pub use settings::ServerSettings;

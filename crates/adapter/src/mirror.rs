@@ -5,8 +5,7 @@
 //! nor a block after it is reported, and [`Unroutable`] counts it.
 //!
 //! Invariants:
-//! - Every identified block in the engine's device or host memory is counted as often as the engine has reported it, because engines keep
-//!   duplicates.
+//! - Every identified block is counted in each tier as often as the engine has reported it there, because engines keep duplicates.
 //! - A Tandem block is *reported* while an engine block holds it and its parent is reported. So the reported blocks are prefix-closed, as
 //!   the router's index needs them, even while an engine has dropped a block and kept its children.
 //! - A snapshot and the mirror's later events together give the blocks that are reported now.
@@ -20,17 +19,15 @@ mod assumed;
 mod blocks;
 mod groups;
 
-pub use blocks::PrefixTiers;
-
 use crate::{
-    event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium},
+    event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys},
     salt,
 };
 use assumed::Assumed;
-use blocks::{MirrorBlocks, Tier};
+use blocks::MirrorBlocks;
 use groups::{LayerGroups, Need};
 use std::collections::{BTreeSet, HashMap};
-use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, child_hashes, sequence_hashes};
+use tandem_kv::{ByTier, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, Tier, TokenId, child_hashes, sequence_hashes};
 
 /// The settings of a [`Mirror`].
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +43,8 @@ pub struct MirrorSettings {
     /// Whether the engine also reports the leading blocks that a request found in the cache, as stored blocks without a parent (vLLM's
     /// `kv_cache_report_mode: full`).
     pub hits_are_reported: bool,
+    /// The tier that is in truth a store outside of the host; `None` if the engine's events name each tier as it is.
+    pub store: Option<Tier>,
     /// Maximum number of engine blocks that are mirrored, in all tiers. Further blocks that an engine stores are not routable.
     pub engine_blocks_max: usize,
 }
@@ -75,8 +74,8 @@ pub struct Unroutable {
     pub group: u64,
     /// The number of blocks of another size, or without their tokens.
     pub block_size: u64,
-    /// The number of blocks in storage or on another machine.
-    pub elsewhere: u64,
+    /// The number of blocks in a kind of memory that Tandem does not know.
+    pub medium: u64,
     /// The number of blocks beyond the maximum number of mirrored blocks.
     pub excess: u64,
 }
@@ -99,8 +98,7 @@ struct EngineBlock {
     parent: Option<SequenceHash>,
     /// The sequence hashes of the Tandem blocks in this engine block, in the order of their tokens.
     hashes: Box<[SequenceHash]>,
-    device: u32,
-    host: u32,
+    copies: ByTier<u32>,
 }
 
 /// What the mirror does with the blocks of a group of layers.
@@ -123,7 +121,7 @@ enum Before {
 
 /// The kinds of attention that can reuse a cached prefix if all of its blocks are cached.
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
-/// Maximum number of names of kinds of attention outside `FULL_ATTENTION` that are kept for the log. vLLM has ten kinds.
+/// Maximum number of names of ignored kinds of attention and memory that are kept for the log. vLLM has ten kinds of attention.
 const IGNORED_KINDS_MAX: usize = 16;
 
 impl Mirror {
@@ -151,8 +149,9 @@ impl Mirror {
     /// Returns the maximum number of blocks in the mirror.
     pub fn cached_blocks_max(&self) -> u32 {
         let MirrorSettings { block_size, engine_block_size, device_blocks, engine_blocks_max, .. } = self.settings;
-        // Each engine block may also be a reuse point, and two more blocks say that there are reuse points or unknown layers.
-        let identified = engine_blocks_max.saturating_mul((engine_block_size / block_size) as usize + 1).saturating_add(2);
+        // Each block may also be in the tiers' chains, and each engine block a reuse point. Some more blocks are notes on the others.
+        let blocks = (engine_block_size / block_size) as usize * (1 + Tier::ALL.len()) + 1;
+        let identified = engine_blocks_max.saturating_mul(blocks).saturating_add(2 + Tier::ALL.len());
         device_blocks.max(identified.try_into().unwrap_or(u32::MAX))
     }
 
@@ -201,15 +200,25 @@ impl Mirror {
 
     /// Returns the number of the engine's blocks that are reported.
     pub fn cached_blocks(&self) -> usize {
-        self.blocks.reported() - self.groups.reported() - usize::from(!self.ignored_kinds.is_empty())
+        self.blocks.reported()
     }
 
-    /// Returns how many leading blocks of a prompt the engine has cached and can reuse, by tier.
-    pub fn cached_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> PrefixTiers {
+    /// Returns the number of blocks in each tier; all 0 if only the device has ever held blocks.
+    pub fn tier_blocks(&self) -> ByTier<u32> {
+        self.blocks.tier_blocks()
+    }
+
+    /// Returns how many leading blocks of a prompt the engine has cached and can reuse, by tier: first those on the device, then those that follow
+    /// in each slower tier.
+    pub fn cached_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> ByTier<u32> {
         let hashes = self.sequence_hashes(namespace, tokens);
-        let PrefixTiers { device_blocks, host_blocks } = self.blocks.prefix(&hashes);
-        let reusable = self.groups.reusable(&hashes[..(device_blocks + host_blocks) as usize]) as u32;
-        PrefixTiers { device_blocks: device_blocks.min(reusable), host_blocks: reusable.saturating_sub(device_blocks) }
+        let held = self.blocks.prefix(&hashes);
+        let mut reusable = self.groups.reusable(&hashes[..held.iter().sum::<u32>() as usize]) as u32;
+        held.map(|blocks| {
+            let used = blocks.min(reusable);
+            reusable -= used;
+            used
+        })
     }
 
     /// Returns the numbers of blocks that were not routable.
@@ -217,7 +226,7 @@ impl Mirror {
         &self.unroutable
     }
 
-    /// Returns the kinds of attention whose blocks were ignored, as the engine names them.
+    /// Returns the kinds of attention and memory whose blocks were ignored, as the engine names them.
     pub fn ignored_kinds(&self) -> &BTreeSet<String> {
         &self.ignored_kinds
     }
@@ -227,9 +236,13 @@ impl Mirror {
     }
 
     fn store(&mut self, stored: &BlocksStored) {
-        let Some(tier) = tier(stored.medium) else {
-            self.unroutable.elsewhere += stored.hashes.len() as u64;
-            return;
+        let tier = match &stored.tier {
+            Ok(tier) => self.tier(*tier),
+            Err(unknown) => {
+                self.unroutable.medium += stored.hashes.len() as u64;
+                let name = format!("medium {unknown}");
+                return self.ignore(name);
+            }
         };
         match self.group_use(stored) {
             GroupUse::Mirrored => {}
@@ -239,7 +252,7 @@ impl Mirror {
                 return;
             }
         }
-        let is_held = |block: &EngineBlock| block.count_in(tier) > 0;
+        let is_held = |block: &EngineBlock| block.copies[tier.index()] > 0;
         let begins_held =
             stored.parent.is_none() && stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(is_held);
         // The engine reports a prompt's first block as stored although it already holds that block. So the event reports blocks that were found in
@@ -299,7 +312,7 @@ impl Mirror {
             return Err(&mut unroutable.excess);
         }
         let hashes = child_hashes(&hash_key, first, block_size as usize, &stored.tokens[index * size..][..size]);
-        Ok(EngineBlock { parent, hashes: hashes.into(), device: 0, host: 0 })
+        Ok(EngineBlock { parent, hashes: hashes.into(), copies: [0; 4] })
     }
 
     /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
@@ -313,8 +326,13 @@ impl Mirror {
         self.refresh(&stored.hashes);
     }
 
+    fn tier(&self, reported: Tier) -> Tier {
+        if self.settings.store == Some(reported) { Tier::Store } else { reported }
+    }
+
     fn remove(&mut self, removed: &BlocksRemoved) {
-        let Some(tier) = tier(removed.medium) else { return };
+        let Ok(tier) = removed.tier else { return };
+        let tier = self.tier(tier);
         let group = removed.group.unwrap_or_default();
         if let Some(position) = self.groups.position(group) {
             removed.hashes.iter().for_each(|hash| self.groups.release(position, hash));
@@ -326,7 +344,7 @@ impl Mirror {
         for hash in &removed.hashes {
             let Some(block) = self.engine_blocks.get_mut(hash) else { continue };
             block.release(tier, &mut self.blocks);
-            if block.device == 0 && block.host == 0 {
+            if block.copies == [0; 4] {
                 if let Before::Block(last) = block.last() {
                     self.groups.forget(hash, last, &mut self.blocks);
                 }
@@ -371,19 +389,24 @@ impl Mirror {
         match need.and_then(|need| self.groups.follow(group, need, known, &mut self.blocks)) {
             Some(position) => GroupUse::Followed(position),
             None => {
-                if self.ignored_kinds.len() < IGNORED_KINDS_MAX {
-                    self.ignored_kinds.insert(kind.to_owned());
-                }
-                self.mark_unfollowed();
+                self.ignore(kind.to_owned());
                 GroupUse::Ignored
             }
         }
     }
 
-    /// Reports that some layers are not followed, if so.
+    /// Records that blocks of this kind are ignored.
+    fn ignore(&mut self, kind: String) {
+        if self.ignored_kinds.len() < IGNORED_KINDS_MAX {
+            self.ignored_kinds.insert(kind);
+        }
+        self.mark_unfollowed();
+    }
+
+    /// Reports that some of the engine's cache is not followed, if so.
     fn mark_unfollowed(&mut self) {
-        if !self.ignored_kinds.is_empty() && !self.blocks.holds(SequenceHash::UNFOLLOWED_LAYERS) {
-            self.blocks.hold(None, SequenceHash::UNFOLLOWED_LAYERS, Tier::Device);
+        if !self.ignored_kinds.is_empty() {
+            self.blocks.note(SequenceHash::UNFOLLOWED_LAYERS);
         }
     }
 }
@@ -395,8 +418,8 @@ impl EngineBlock {
 
     /// Counts one more block with this content in the tier.
     fn hold(&mut self, tier: Tier, blocks: &mut MirrorBlocks) {
-        *self.count(tier) += 1;
-        if *self.count(tier) == 1 {
+        self.copies[tier.index()] += 1;
+        if self.copies[tier.index()] == 1 {
             let mut parent = self.parent;
             for hash in &self.hashes {
                 blocks.hold(parent, *hash, tier);
@@ -407,7 +430,7 @@ impl EngineBlock {
 
     /// Counts one block less in the tier. Ignored if the engine has not reported that it stored the block.
     fn release(&mut self, tier: Tier, blocks: &mut MirrorBlocks) {
-        let count = self.count(tier);
+        let count = &mut self.copies[tier.index()];
         let was_last = *count == 1;
         *count = count.saturating_sub(1);
         if was_last {
@@ -415,28 +438,6 @@ impl EngineBlock {
                 blocks.release(*hash, tier);
             }
         }
-    }
-
-    fn count(&mut self, tier: Tier) -> &mut u32 {
-        match tier {
-            Tier::Device => &mut self.device,
-            Tier::Host => &mut self.host,
-        }
-    }
-
-    fn count_in(&self, tier: Tier) -> u32 {
-        match tier {
-            Tier::Device => self.device,
-            Tier::Host => self.host,
-        }
-    }
-}
-
-fn tier(medium: Medium) -> Option<Tier> {
-    match medium {
-        Medium::Device => Some(Tier::Device),
-        Medium::Host => Some(Tier::Host),
-        Medium::Elsewhere => None,
     }
 }
 

@@ -282,6 +282,7 @@ mod tests {
             waiting_max: 1,
             nixl: false,
             kv_lease: Duration::from_secs(30),
+            shared_store: None,
             silence_max: Duration::from_secs(60),
         };
         let llama_cpp = LlamaCppSettings {

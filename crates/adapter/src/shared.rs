@@ -1,18 +1,13 @@
 //! The state that all jobs of an adapter share: the mirror of the engine's cache, the slots in the engine, and the load.
 
-use crate::{
-    api::EngineCall,
-    engine_load::EngineLoad,
-    mirror::{Mirror, PrefixTiers},
-    slots::Slots,
-};
+use crate::{api::EngineCall, engine_load::EngineLoad, mirror::Mirror, slots::Slots};
 use parking_lot::Mutex;
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
 };
 use tandem_engine::{CachedTokens, EngineInfo};
-use tandem_kv::{KvBatch, Load, Namespace, Snapshot, TokenId};
+use tandem_kv::{ByTier, KvBatch, Load, Namespace, Snapshot, TokenId};
 use tandem_worker::CacheWatch;
 use tokio::sync::broadcast;
 
@@ -26,6 +21,8 @@ pub(crate) struct AdapterState {
     /// Whether the mirror is filled from the requests that were routed to this worker, because the engine publishes no KV events.
     pub approximate: bool,
     pub cached_blocks_max: u32,
+    /// The name of the store that other workers share with this one; empty if there is none.
+    pub shared_store: String,
     mirror: Mutex<Mirror>,
     /// The sender of all batches of KV events; `None` once the engine has ended.
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
@@ -36,7 +33,7 @@ pub(crate) struct AdapterState {
 /// The number of a prompt's leading blocks that were cached in each tier when the prompt was submitted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiers {
-    prefix: PrefixTiers,
+    prefix: ByTier<u32>,
     block_size: u32,
     prompt_tokens: u32,
 }
@@ -44,16 +41,20 @@ pub(crate) struct Tiers {
 impl Tiers {
     /// Returns how many leading tokens of the prompt the mirror assumed to be cached.
     pub fn known(&self) -> usize {
-        ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
+        (self.prefix.iter().sum::<u32>() * self.block_size) as usize
     }
 
-    /// Divides the cached tokens that the engine reported, at most as many as the prompt has, between the tiers. If blocks on the device were
-    /// followed by blocks in the host's memory, all cached tokens beyond the device's blocks came from the host's memory.
+    /// Divides the cached tokens that the engine reported, at most as many as the prompt has, between the tiers in the order in which their blocks
+    /// follow each other. Tokens beyond all known blocks came from the last of these tiers.
     pub fn split(&self, tokens: u32) -> CachedTokens {
-        let tokens = tokens.min(self.prompt_tokens);
-        let host =
-            if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
-        CachedTokens { device: tokens - host, host }
+        let mut left = tokens.min(self.prompt_tokens);
+        let mut found = self.prefix.map(|blocks| {
+            let tokens = left.min(blocks.saturating_mul(self.block_size));
+            left -= tokens;
+            tokens
+        });
+        found[self.prefix.iter().rposition(|blocks| *blocks > 0).unwrap_or(0)] += left;
+        CachedTokens(found)
     }
 }
 
@@ -66,6 +67,7 @@ impl AdapterState {
             engine_load: Arc::default(),
             approximate,
             cached_blocks_max: mirror.cached_blocks_max(),
+            shared_store: String::new(),
             mirror: Mutex::new(mirror),
             batches: Mutex::new(Some(batches)),
             last: Mutex::default(),
@@ -121,7 +123,9 @@ impl AdapterState {
         let Some(batches) = &*batches else { return };
         let batch = {
             let mut mirror = self.mirror.lock();
-            let load = self.load(mirror.cached_blocks());
+            let tier_blocks = mirror.tier_blocks();
+            let on_device = if tier_blocks == [0; 4] { mirror.cached_blocks() } else { tier_blocks[0] as usize };
+            let load = Load { tier_blocks, ..self.load(on_device) };
             *self.last.lock() = load.clone();
             let included_request_ids = self.engine_load.take_included();
             KvBatch { last_event_id: mirror.last_id(), events: mirror.take(), load, included_request_ids, step: None }

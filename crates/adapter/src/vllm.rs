@@ -9,6 +9,6 @@ mod request;
 mod response;
 mod subscription;
 
-pub use connect::{KvEvents, VllmSettings, connect, inspect};
+pub use connect::{KvEvents, SharedStore, VllmSettings, connect, inspect};
 pub use events::{EventBatch, MalformedBatch, decode};
 pub use subscription::{EventLoss, InvalidEndpoint, MirrorUpdate, Subscription, SubscriptionSettings};

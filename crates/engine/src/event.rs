@@ -2,7 +2,7 @@
 
 use crate::{Refusal, TokenLogprobs, WriteRefused};
 use std::{fmt, time::Duration};
-use tandem_kv::{ReadyBlock, Ticket, TokenId};
+use tandem_kv::{ByTier, ReadyBlock, Ticket, TokenId};
 
 /// An event of a job.
 ///
@@ -70,22 +70,17 @@ pub enum Event {
 
 /// The numbers of a prompt's tokens that were found in a worker's prefix cache, by the tier that held them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CachedTokens {
-    /// The number of tokens found in the device's memory.
-    pub device: u32,
-    /// The number of tokens found in the host's memory.
-    pub host: u32,
-}
+pub struct CachedTokens(pub ByTier<u32>);
 
 impl CachedTokens {
     /// Returns a count of tokens that were all found in the device's memory.
     pub fn on_device(tokens: u32) -> Self {
-        Self { device: tokens, host: 0 }
+        Self([tokens, 0, 0, 0])
     }
 
     /// Returns the number of tokens that were found in all tiers together.
     pub fn total(self) -> u32 {
-        self.device + self.host
+        self.0.iter().sum()
     }
 }
 

@@ -405,6 +405,7 @@ impl Machine {
             free_blocks: counts.free,
             cached_blocks: counts.cached,
             in_use_blocks: counts.in_use,
+            tier_blocks: [0; 4],
             prefill_tokens_per_second: self.rates.prefill_tokens_per_second(),
             prefill_measurements: self.rates.prefill_measurements(),
             prefill_fixed_ms: self.rates.prefill_fixed_ms(),

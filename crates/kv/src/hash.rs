@@ -110,13 +110,13 @@ impl SequenceHash {
     }
 
     /// Returns whether this is a marker: a hash that stands for no tokens, but says something about other blocks of the worker that reports
-    /// it. A marker begins a prompt, and no block follows it. One in 65,536 hashes of blocks with tokens has the same first 16 bits by
+    /// it. A marker begins a prompt or follows another marker. One in 65,536 hashes of blocks with tokens has the same first 16 bits by
     /// chance.
     pub const fn is_marker(self) -> bool {
         self.0 >> 48 == 0x5265
     }
 
-    const fn marker(bits: u64) -> Self {
+    pub(crate) const fn marker(bits: u64) -> Self {
         Self(0x5265 << 48 | bits)
     }
 

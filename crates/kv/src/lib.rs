@@ -12,6 +12,7 @@ mod mix;
 mod priority;
 mod report;
 mod ticket;
+mod tier;
 
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Violation, Wanted, ensure};
 pub use event::{Change, EventLog, KvEvent, Snapshot, StoredChain};
@@ -24,6 +25,7 @@ pub use mix::mix;
 pub use priority::Priority;
 pub use report::{KvBatch, Load, StepStats};
 pub use ticket::{InvalidTicket, Ticket};
+pub use tier::{ByTier, Tier};
 
 /// A token's number in the model's vocabulary.
 pub type TokenId = u32;

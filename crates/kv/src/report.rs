@@ -1,6 +1,6 @@
 //! The report of a worker after a step: the changes of its cache, and its load.
 
-use crate::KvEvent;
+use crate::{ByTier, KvEvent};
 use std::time::Duration;
 
 /// The load of a worker, from which the router estimates costs.
@@ -18,6 +18,8 @@ pub struct Load {
     pub cached_blocks: u32,
     /// The number of blocks pinned by sequences.
     pub in_use_blocks: u32,
+    /// The number of blocks in each tier; all 0 if the worker holds blocks on its device only. A block in two tiers counts in both.
+    pub tier_blocks: ByTier<u32>,
     /// Prompt tokens that the device computes per second, without the fixed time of each step; 0 while it is unknown.
     pub prefill_tokens_per_second: f64,
     /// The number of long prefill steps since the worker's start from which `prefill_tokens_per_second` was computed. That rate depends on

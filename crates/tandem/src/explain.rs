@@ -96,7 +96,7 @@ fn reply(server: &HttpServer, key_env: &str, reply: Result<HttpReply, ureq::Erro
 
 /// Formats the reply as a table for people. Each worker has one line for each role that it could take.
 fn table(prompt: &Value) -> String {
-    let costs = ["total", "queue", "compute", "interference", "transfer", "handoff", "decode_load"];
+    let costs = ["total", "queue", "compute", "load", "interference", "transfer", "handoff", "decode_load"];
     let mut notes = Vec::new();
     let mut rows = vec![["", "overlap", "predicted", "queued"].into_iter().chain(costs).map(str::to_owned).collect()];
     for worker in prompt["workers"].as_array().into_iter().flatten() {
@@ -106,6 +106,11 @@ fn table(prompt: &Value) -> String {
         let name = worker["worker"].as_str().unwrap_or_default();
         if let Some(note) = worker["index_note"].as_str() {
             notes.push(format!("{name}: {note}; the overlap is corrected"));
+        }
+        let tiers = worker["overlap_by_tier"].as_object().into_iter().flatten();
+        let tiers: Vec<_> = tiers.map(|(tier, blocks)| format!("{blocks} blocks in tier {tier}")).collect();
+        if !tiers.is_empty() {
+            notes.push(format!("{name} holds the overlap as {}", tiers.join(", ")));
         }
         if worker["approximate_index"] == true {
             notes.push(format!("{name}'s overlap is assumed from what was routed to it: its engine publishes no KV events"));

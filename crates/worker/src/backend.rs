@@ -69,6 +69,11 @@ pub trait Backend: Send + Sync + 'static {
         0
     }
 
+    /// Returns the name of the store from which the back end loads blocks that other workers have stored; empty if there is none. This never changes.
+    fn shared_store(&self) -> &str {
+        ""
+    }
+
     /// Returns the largest number of blocks that [`Self::watch`] reports as cached. This never changes.
     fn cached_blocks_max(&self) -> u32 {
         self.info().capacity_blocks

@@ -18,6 +18,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 use tandem_engine::CachedTokens;
+use tandem_kv::Tier;
 use tandem_process::{Metrics, line_file::LineFile};
 
 /// The name of the ledger file in logs.
@@ -108,12 +109,12 @@ impl Ledger {
     }
 }
 
-/// Returns the cached tokens by tier. The tier `device` is always present, and `host` only if tokens were found in the host's memory. The result is
-/// empty if the count is unknown.
+/// Returns the cached tokens by tier. The tier `device` is always present, and another only if tokens were found in it. The result is empty if the
+/// count is unknown.
 pub(crate) fn by_tier(cached: Option<CachedTokens>) -> BTreeMap<String, u32> {
-    let tiers = |CachedTokens { device, host }| [Some(("device", device)), (host > 0).then_some(("host", host))];
-    let tiers = cached.map(tiers).into_iter().flatten().flatten();
-    tiers.map(|(tier, tokens)| (tier.to_owned(), tokens)).collect()
+    let tiers = cached.into_iter().flat_map(|CachedTokens(tokens)| Tier::ALL.into_iter().zip(tokens));
+    let found = tiers.filter(|(tier, tokens)| *tier == Tier::Device || *tokens > 0);
+    found.map(|(tier, tokens)| (tier.name().to_owned(), tokens)).collect()
 }
 
 /// A ledger for the lines of one worker. It is cheap to clone.
@@ -211,14 +212,8 @@ mod tests {
     use std::{io::Write, os::unix::fs::PermissionsExt};
     use tandem_process::line_file::LINES_MAX;
 
-    const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt {
-        request_id: "a",
-        attempt: 1,
-        model: "m",
-        account: "",
-        prompt: 1,
-        cached: Some(CachedTokens { device: 0, host: 0 }),
-    };
+    const PROMPT: ScheduledPrompt<'_> =
+        ScheduledPrompt { request_id: "a", attempt: 1, model: "m", account: "", prompt: 1, cached: Some(CachedTokens([0; 4])) };
 
     /// A fake disk, whose writes wait while a test holds the lock of `text`.
     #[derive(Clone, Default)]

@@ -119,6 +119,7 @@ impl Worker {
             sequences_max: backend.sequences_max(),
             step_tokens: backend.step_tokens(),
             loras: backend.loras().to_vec(),
+            shared_store: backend.shared_store().to_owned(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));

@@ -5,7 +5,7 @@ use ::metrics::{Counter, Gauge, Histogram};
 use parking_lot::Mutex;
 use std::time::Duration;
 use tandem_engine::CachedTokens;
-use tandem_kv::{KvBatch, Load, StepStats};
+use tandem_kv::{KvBatch, Load, StepStats, Tier};
 use tandem_process::Metrics;
 use tandem_proto::{channel::OnRefused, v1};
 use tokio::sync::broadcast::error::RecvError;
@@ -120,10 +120,10 @@ impl WorkerMetrics {
         let cached_tokens = cached.total();
         if cached_tokens > 0 { &self.hits } else { &self.misses }.increment(1);
         self.prompt_tokens.increment(prompt_tokens.into());
-        self.cached_tokens.increment(cached.device.into());
-        if cached.host > 0 {
-            let labels = [("worker", self.worker_id.as_str()), ("tier", "host")];
-            self.registry.counter(CACHED_TOKENS, CACHED_TOKENS_HELP, &labels).increment(cached.host.into());
+        self.cached_tokens.increment(cached.0[Tier::Device.index()].into());
+        for (tier, tokens) in Tier::ALL.into_iter().zip(cached.0).skip(1).filter(|(_, tokens)| *tokens > 0) {
+            let labels = [("worker", self.worker_id.as_str()), ("tier", tier.name())];
+            self.registry.counter(CACHED_TOKENS, CACHED_TOKENS_HELP, &labels).increment(tokens.into());
         }
         let totals = {
             let totals = &mut self.reported.lock().cache;
@@ -228,6 +228,11 @@ impl WorkerMetrics {
         self.free_blocks.set(load.free_blocks);
         self.cached_blocks.set(load.cached_blocks);
         self.in_use_blocks.set(load.in_use_blocks);
+        for (tier, blocks) in Tier::ALL.into_iter().zip(load.tier_blocks).filter(|_| load.tier_blocks != [0; 4]) {
+            let labels = [("worker", self.worker_id.as_str()), ("tier", tier.name())];
+            let help = "KV blocks that an external engine reports in each tier; absent while it reports its device's only.";
+            self.registry.gauge("tandem_worker_tier_blocks", help, &labels).set(blocks);
+        }
         self.queue_depth.set(load.waiting_requests);
         self.preemptions.absolute(load.preemptions);
         self.invariant_violations.absolute(load.invariant_violations.into());

@@ -12,6 +12,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use tandem_proto::v1::{Cost, ExplainReply, ExplainedWorker};
 
 /// Requests an explanation of each prompt's placement from a router. No prompt is booked or run.
@@ -51,6 +52,7 @@ fn worker(worker: &ExplainedWorker) -> Value {
         "worker": worker.worker.as_ref().map(|worker| worker.worker_id.as_str()),
         "role": worker.role().name(),
         "overlap_blocks": worker.overlap_blocks,
+        "overlap_by_tier": worker.overlap_by_tier.iter().collect::<BTreeMap<_, _>>(),
         "predicted_blocks": worker.predicted_blocks,
         "queued_tokens": worker.queued_tokens,
         "sequences": worker.sequences,
@@ -70,6 +72,7 @@ fn cost(cost: &Cost) -> Value {
         "total_ms": cost.total_ms,
         "queue_ms": cost.queue_ms,
         "compute_ms": cost.compute_ms,
+        "load_ms": cost.load_ms,
         "interference_ms": cost.interference_ms,
         "transfer_ms": cost.transfer_ms,
         "handoff_ms": cost.handoff_ms,

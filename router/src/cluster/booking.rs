@@ -1,5 +1,6 @@
 //! One booking: a placed request, from its placement until it is released.
 
+use super::loads::ExpectedLoads;
 use crate::{
     places::{BookedAnswer, Length},
     prefill_queue::QueueEntry,
@@ -51,6 +52,8 @@ pub(super) struct Prediction {
     pub(super) reported: u32,
     /// What was known of the prompt's prefix, without the names of workers.
     pub(super) facts: PrefixFacts,
+    /// What is learned from the time to the first token.
+    pub(super) loads: ExpectedLoads,
 }
 
 /// The load that a request adds to the reported loads of its decode worker and its prefill worker.

@@ -2,8 +2,8 @@
 
 use super::{members::ClusterMembers, placement::PlacementDecision, texts};
 use crate::route::Cost;
-use std::time::Duration;
-use tandem_proto::v1;
+use std::{collections::HashMap, time::Duration};
+use tandem_proto::{tier_names, v1};
 
 /// Returns the reply that explains a decision. `members` are all members.
 pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) -> v1::ExplainReply {
@@ -13,6 +13,7 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
         role: member.info.role,
         overlap_blocks: candidate.overlap_blocks,
         predicted_blocks: candidate.predicted_blocks,
+        overlap_by_tier: if candidate.load_blocks() > 0 { tier_names(candidate.tier_blocks) } else { HashMap::new() },
         queued_tokens: candidate.queued_tokens,
         sequences: candidate.sequences,
         cache_filled: candidate.cache_filled,
@@ -37,6 +38,6 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
 }
 
 fn cost(cost: Cost) -> v1::Cost {
-    let Cost { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms } = cost;
-    v1::Cost { total_ms: cost.total(), queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms }
+    let Cost { queue_ms, compute_ms, load_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms } = cost;
+    v1::Cost { total_ms: cost.total(), queue_ms, compute_ms, load_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms }
 }

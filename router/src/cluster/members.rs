@@ -11,6 +11,7 @@ mod prefix;
 use super::{
     booking::{BookingEntry, LoadByRole},
     findings::Findings,
+    loads::LoadTimes,
     request::PlacementError,
     texts,
 };
@@ -89,6 +90,7 @@ pub(super) struct Member {
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
     pub(super) findings: Findings,
+    pub(super) loads: LoadTimes,
     /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
     pub(super) placements: v1::PlacementTotals,
 }
@@ -228,6 +230,7 @@ impl ClusterMembers {
             breaker: Breaker::default(),
             series,
             findings: Findings::default(),
+            loads: LoadTimes::default(),
             placements: v1::PlacementTotals::default(),
         };
         self.by_id.insert(id, member);

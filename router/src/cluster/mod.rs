@@ -7,6 +7,7 @@ mod booking;
 mod bookings;
 mod explain;
 mod findings;
+mod loads;
 mod members;
 mod peers;
 mod placement;
@@ -38,6 +39,7 @@ use crate::{
 };
 use booking::{BookingEntry, LoadByRole, Prediction, SAMPLES_MAX};
 use bookings::Bookings;
+use loads::ExpectedLoads;
 use members::{ClusterMembers, Member};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
@@ -309,6 +311,13 @@ impl ClusterState {
                 block_size: decision.query.block_size,
                 reported: computes.reported_blocks,
                 facts: prefix::anonymous(&facts),
+                loads: ExpectedLoads::new(
+                    &decision.candidates,
+                    choice,
+                    decision.first_token_ms(choice),
+                    decision.query.block_size,
+                    self.members.now(),
+                ),
             }),
             answer,
             waiting: decision.waiting(request, choice),
@@ -352,11 +361,13 @@ impl ClusterState {
     /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. `cached_tokens` may be known only in a later call.
     /// The first known number is compared with the overlap that the placement predicted. Returns the result of this comparison.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) -> Option<Funnel> {
+        let now = self.members.now();
         let booking = self.bookings.on_prefilled(id, &mut self.members)?;
+        booking.prediction.iter_mut().for_each(|prediction| prediction.loads.on_first_token(now));
         let actual = cached_tokens?;
         let prediction = booking.prediction.take()?;
         let member = self.members.of_mut(booking.prefills_on())?;
-        Some(prefix::compare(member, &self.metrics, &booking.model, &prediction, actual))
+        Some(prefix::compare(member, &self.metrics, &booking.model, &prediction, actual, now))
     }
 
     /// Closes the circuit breakers of the request's workers, because it has its first token.

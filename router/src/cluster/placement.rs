@@ -199,6 +199,15 @@ fn query<'a>(
 }
 
 impl PlacementDecision<'_> {
+    /// Returns the estimated time to the first token without the time to load blocks.
+    pub(super) fn first_token_ms(&self, choice: RouteChoice) -> f64 {
+        let of = |cost: Option<route::Cost>| cost.map_or(0.0, |cost| cost.first_token_ms());
+        match choice.prefill {
+            None => of(self.costs[choice.decode].local),
+            Some(prefill) => of(self.costs[prefill].prefill) + of(self.costs[choice.decode].decode),
+        }
+    }
+
     /// Returns the message to the frontend that names the chosen members, with the estimated wait in the queue, and with what is known of the prompt's
     /// prefix.
     pub(super) fn placement(&self, choice: RouteChoice, wait: Duration, facts: v1::PrefixFacts) -> v1::Placement {

@@ -13,6 +13,7 @@ use tandem_proto::{
     Funnel,
     v1::{KnownPrefix, PrefixFacts},
 };
+use tokio::time::Instant;
 
 impl PlacementDecision<'_> {
     /// Returns what is known of the prompt's prefix. `members` are all members.
@@ -90,10 +91,12 @@ pub(super) fn compare(
     model: &Arc<str>,
     prediction: &Prediction,
     actual: u32,
+    now: Instant,
 ) -> Funnel {
-    let Prediction { prompt_tokens, block_size, reported, facts } = prediction;
+    let Prediction { prompt_tokens, block_size, reported, facts, loads } = prediction;
     let found = actual / (*block_size).max(1);
     member.findings.add(FoundBlocks { reported: *reported, known: facts.known_blocks, found });
+    member.loads.learn(loads, found, now);
     member.export_findings();
     let Member { series, placements, info, .. } = member;
     let predicted = u64::from(facts.expected_blocks) * u64::from(*block_size);

@@ -8,6 +8,7 @@ mod models;
 mod peers;
 mod placement;
 mod prefix;
+mod tiers;
 mod wait;
 
 use super::*;

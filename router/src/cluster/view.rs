@@ -84,6 +84,7 @@ impl ClusterState {
             circuit_open: !member.breaker.admits(now),
             unpaired_reason: self.members.unpaired_reason(member),
             index_note: member.findings.note(),
+            tiers: member.tiers(),
         });
         let (synced, known) = self.synced_of_known();
         v1::WorkersReply {

@@ -115,6 +115,10 @@ impl IndexWriter {
         blocks.len() as u64 - markers
     }
 
+    pub(super) fn blocks_and_markers(&self, row: u32) -> u64 {
+        self.rows[row as usize].blocks.len() as u64
+    }
+
     /// Counts the blocks that the row has now beyond its `before` blocks as markers.
     pub(super) fn count_markers(&mut self, row: u32, before: u64) {
         self.rows[row as usize].markers += self.blocks(row) - before;
@@ -380,13 +384,14 @@ impl PrefixIndex {
                 hashes = &hashes[1..];
                 continue;
             };
-            let (up, down, mut kept, is_single) = {
+            let (up, down, mut kept, are_markers) = {
                 let shard = self.shards[id.shard()].read();
                 let run = shard.run(id);
                 let held = &run.hashes[..run.holders.get(row) as usize];
                 let up = held[offset..].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
                 let down = held[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
-                (up, down, held[offset + up..].to_vec(), run.len() == 1)
+                // A run has either markers only or none. One block with the first bits of a marker is probably one; two are for certain.
+                (up, down, held[offset + up..].to_vec(), run.hashes.iter().take(2).all(|hash| hash.is_marker()))
             };
             let (start, count) = if up > down { (offset, up) } else { (offset + 1 - down, down) };
             let end = start + count;
@@ -396,10 +401,9 @@ impl PrefixIndex {
                 kept.clear();
             }
             let held = end + kept.len();
-            // A marker is a run of its own.
-            if is_single && first.is_marker() {
+            if are_markers {
                 let markers = &mut writer.rows[row as usize].markers;
-                *markers = markers.saturating_sub(1);
+                *markers = markers.saturating_sub((count + kept.len()) as u64);
             }
             let blocks = &mut writer.rows[row as usize].blocks;
             for (at, hash) in hashes[..count].iter().enumerate() {

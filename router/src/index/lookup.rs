@@ -6,7 +6,7 @@ use super::{
     run::{FEW, Holders, place, rows},
     shard::shard_of,
 };
-use tandem_kv::SequenceHash;
+use tandem_kv::{ByTier, SequenceHash, Tier};
 
 /// How far a lookup goes back to a reuse point, so that long prompts do not delay others. Earlier points count as none.
 const REUSE_SEARCH_BLOCKS: u32 = 1 << 12;
@@ -61,6 +61,11 @@ impl VisibleRows {
     fn is_visible(&self, row: u32) -> bool {
         let (word, bit) = place(row);
         self.visible.get(word).is_some_and(|word| word.rows & bit != 0)
+    }
+
+    /// Returns the visible rows of the holders.
+    fn rows_of(&self, holders: &Holders) -> Vec<u32> {
+        holders.to_vec().into_iter().map(|(row, _)| row).filter(|row| self.is_visible(*row)).collect()
     }
 
     /// Returns the slot of the worker that has this row.
@@ -212,6 +217,25 @@ impl PrefixIndex {
         (leading, held)
     }
 
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt are in the chain of each tier ([`Tier::note`]); `None` if the worker
+    /// does not report the chain. Workers beyond the end of the list report none.
+    pub fn tier_chains(&self, hashes: &[SequenceHash]) -> Vec<ByTier<Option<u32>>> {
+        let view = self.view.read();
+        let mut chains = Vec::new();
+        for tier in Tier::ALL {
+            let Some(rows) = self.with_holders(tier.note(), |holders| view.rows_of(holders)) else { continue };
+            let chain: Vec<_> = hashes.iter().map(|hash| hash.in_tier(tier)).collect();
+            let mut answer = LookupState::new(&view);
+            let end = self.walk(&chain, |holders, from, common| answer.visit(holders, from, common));
+            let leading = answer.finish(end);
+            chains.resize(view.workers, [None; 4]);
+            for slot in rows.into_iter().map(|row| view.slot(row)) {
+                chains[slot][tier.index()] = Some(leading[slot]);
+            }
+        }
+        chains
+    }
+
     /// Whether the worker has reported this block, which begins prompts.
     pub fn has_first(&self, worker: WorkerSlot, block: SequenceHash) -> bool {
         let view = self.view.read();
@@ -223,10 +247,8 @@ impl PrefixIndex {
 
     /// Lowers the numbers of leading blocks of hybrid models to their last reuse points. Returns the numbers before, if there are such workers.
     fn limit_to_reuse_points(&self, hashes: &[SequenceHash], view: &VisibleRows, leading: &mut [u32]) -> Vec<u32> {
-        let hybrid = |holders: &Holders| -> Vec<u32> {
-            holders.to_vec().into_iter().map(|(row, _)| row).filter(|row| view.is_visible(*row)).collect()
-        };
-        let Some(mut open) = self.with_holders(SequenceHash::REUSE_POINTS, hybrid) else { return Vec::new() };
+        let hybrid = self.with_holders(SequenceHash::REUSE_POINTS, |holders| view.rows_of(holders));
+        let Some(mut open) = hybrid else { return Vec::new() };
         let held = leading.to_vec();
         let mut blocks = open.iter().map(|row| leading[view.slot(*row)]).max().unwrap_or(0);
         let end = blocks.saturating_sub(REUSE_SEARCH_BLOCKS);

@@ -2,6 +2,7 @@
 
 use crate::{rates::Measurement, settings::PrefillPlace};
 use std::sync::Arc;
+use tandem_kv::ByTier;
 
 /// The role of a worker. A decode worker may also prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +87,10 @@ pub struct Candidate {
     pub known_blocks: u32,
     /// Leading blocks of the prompt that the worker's engine is expected to find in its cache.
     pub overlap_blocks: u32,
+    /// The blocks of `overlap_blocks` by the tier from which the engine uses them.
+    pub tier_blocks: ByTier<u32>,
+    /// The milliseconds that loading a token takes from each tier; `None`: not measured.
+    pub load_ms_per_token: ByTier<Option<Measurement>>,
     /// Leading blocks after `overlap_blocks` that placed requests are about to compute on the worker.
     pub predicted_blocks: u32,
     /// The fraction of the worker's cache that is filled, from 0 to 1. It includes what placed requests are about to store.
@@ -129,6 +134,11 @@ impl Candidate {
     /// Whether the prompt fits into the worker's cache and context.
     pub(super) fn fits(&self, query: &PlacementQuery) -> bool {
         u64::from(query.prompt_tokens) <= self.tokens_max
+    }
+
+    /// Returns how many cached blocks of the prompt the worker would load to its device.
+    pub(crate) fn load_blocks(&self) -> u32 {
+        self.tier_blocks[1..].iter().sum()
     }
 
     /// Returns how many tokens of the prompt the worker would compute if its first `known_blocks` blocks need not be computed.

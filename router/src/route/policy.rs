@@ -6,6 +6,7 @@ use crate::{
     settings::{Costs, PolicyKind},
 };
 use std::{collections::BTreeMap, sync::Arc};
+use tandem_kv::{ByTier, Tier};
 
 /// Identifies one placement of one router. It is the seed for breaking ties.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,6 +26,9 @@ impl PlacementSeed {
     }
 }
 
+/// The time to load a token from each tier, as a part of the time to compute it, until it is measured. The order is certain; the values are guesses.
+const LOAD_OF_COMPUTE: ByTier<f64> = [0.0, 0.05, 0.3, 0.3];
+
 /// The demand on a worker is assumed to be at most this part of its rate. With a demand near the rate, the queue would take forever to become empty.
 const LOAD_MAX: f64 = 0.9;
 
@@ -43,6 +47,8 @@ pub struct Cost {
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
+    /// Time to load the cached blocks that are not on the worker's device.
+    pub load_ms: f64,
     /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are evicted from
     /// a full cache. Also the time by which prompts that are computed after this one delay its answer.
     pub interference_ms: f64,
@@ -57,9 +63,13 @@ pub struct Cost {
 impl Cost {
     /// Returns the total cost, by which workers are compared. If it is not a number, returns infinity.
     pub fn total(&self) -> f64 {
-        let Self { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms } = self;
-        let total = queue_ms + compute_ms + interference_ms + transfer_ms + handoff_ms + decode_load_ms;
+        let total = self.first_token_ms() + self.load_ms + self.interference_ms + self.decode_load_ms;
         if total.is_nan() { f64::INFINITY } else { total }
+    }
+
+    /// Returns the time to the first token without the time to load blocks.
+    pub fn first_token_ms(&self) -> f64 {
+        self.queue_ms + self.compute_ms + self.transfer_ms + self.handoff_ms
     }
 }
 
@@ -71,6 +81,7 @@ pub struct RouteRates {
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
+    load_ms_per_token: ByTier<MeanRate>,
     /// For each transfer family with measurements, the mean of the bandwidths that its sending workers have measured. It is used for every pair of
     /// the family, because the sender is not known when the receiver is chosen.
     transfer_bytes_per_second: BTreeMap<Option<Arc<str>>, f64>,
@@ -103,11 +114,17 @@ impl RouteRates {
         let mean_bandwidth = |(family, measured): (&Option<Arc<str>>, Vec<Measurement>)| {
             (family.clone(), MeanRate::of(measured.into_iter(), costs.transfer_bytes_per_second).value())
         };
+        let prefill_tokens_per_second = mean(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second);
+        let load_ms_per_token = Tier::ALL.map(|tier| {
+            let measured = workers.iter().filter_map(|worker| worker.load_ms_per_token[tier.index()]);
+            MeanRate::of(measured, LOAD_OF_COMPUTE[tier.index()] * 1e3 / prefill_tokens_per_second.value())
+        });
         Self {
             costs: *costs,
             demand,
             senders: BTreeMap::new(),
-            prefill_tokens_per_second: mean(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second),
+            prefill_tokens_per_second,
+            load_ms_per_token,
             prefill_fixed_ms: mean(|worker| worker.prefill_fixed_ms, costs.prefill_fixed_ms),
             decode_step_ms: mean(|worker| worker.decode_step_ms, costs.decode_step_ms),
             transfer_bytes_per_second: bandwidths.into_iter().map(mean_bandwidth).collect(),
@@ -126,6 +143,16 @@ impl RouteRates {
 
     fn fixed_ms(&self, worker: &Candidate) -> f64 {
         self.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms)
+    }
+
+    /// Returns the time to load those cached blocks of the prompt that are not on the worker's device. The engine computes other
+    /// requests meanwhile, so these are not delayed.
+    fn load_ms(&self, worker: &Candidate, query: &PlacementQuery) -> f64 {
+        let ms = |tier: Tier| {
+            let tokens = f64::from(worker.tier_blocks[tier.index()]) * f64::from(query.block_size);
+            tokens * self.load_ms_per_token[tier.index()].for_worker(worker.load_ms_per_token[tier.index()])
+        };
+        Tier::ALL.into_iter().filter(|tier| *tier > Tier::Device && worker.tier_blocks[tier.index()] > 0).map(ms).sum()
     }
 
     /// Returns how many of `tokens` prompt tokens one step of the worker computes. If answers run, this follows from the worker's prompt share.
@@ -243,6 +270,7 @@ impl PolicyKind {
         Cost {
             queue_ms: ms(worker.queued_tokens as f64 - worker.behind_tokens + begun),
             compute_ms,
+            load_ms: if self.uses_caches() { rates.load_ms(worker, query) } else { 0.0 },
             interference_ms: ms(new) * charged_again + behind_ms + rates.later_ms(worker, workers, compute_ms),
             ..Cost::default()
         }
@@ -250,7 +278,8 @@ impl PolicyKind {
 
     /// Returns the cost of using the worker as the decode worker that receives KV.
     pub(super) fn decode(self, query: &PlacementQuery, rates: &RouteRates, worker: &Candidate) -> Cost {
-        let cached = if self.uses_caches() { worker.overlap_blocks } else { 0 };
+        // An engine that receives KV uses its own blocks only as far as they are on its device.
+        let cached = if self.uses_caches() { worker.overlap_blocks.saturating_sub(worker.load_blocks()) } else { 0 };
         let lacking = query.prompt_tokens.saturating_sub(1).saturating_sub(cached.saturating_mul(query.block_size));
         let own_ms = rates.own_answer_ms(worker, worker.queued_tokens as f64);
         Cost {

@@ -22,6 +22,8 @@ fn worker(role: WorkerRole) -> Candidate {
         reported_blocks: 0,
         known_blocks: 0,
         overlap_blocks: 0,
+        tier_blocks: [0; 4],
+        load_ms_per_token: [None; 4],
         predicted_blocks: 0,
         cache_filled: 0.0,
         queued_tokens: 0,

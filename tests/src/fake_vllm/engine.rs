@@ -1,7 +1,8 @@
 //! The engine of a fake vLLM server: a prefix cache, and tokens that depend only on the tokens before them and on the seed.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys};
+use tandem_kv::Tier;
 
 /// The size of the fake model's vocabulary.
 const VOCABULARY: u64 = 256;
@@ -13,6 +14,8 @@ pub struct Cache {
     capacity: usize,
     used: VecDeque<u64>,
     held: HashSet<u64>,
+    /// The blocks in host memory, which keeps a copy of each block forever; `None`: blocks are on the device only.
+    host: Option<HashSet<u64>>,
 }
 
 /// The properties of a prompt that decide which of its blocks are cached.
@@ -38,7 +41,13 @@ pub struct Stored {
 impl Cache {
     /// Returns an empty cache.
     pub fn new(block_size: usize, capacity: usize) -> Self {
-        Self { block_size, capacity, used: VecDeque::new(), held: HashSet::new() }
+        Self { block_size, capacity, used: VecDeque::new(), held: HashSet::new(), host: None }
+    }
+
+    /// Returns this cache with a copy of each block in host memory, as with vLLM's `OffloadingConnector` and `self_describing_kv_events`.
+    #[must_use]
+    pub fn offloading(self, offloads: bool) -> Self {
+        Self { host: offloads.then(HashSet::new), ..self }
     }
 
     /// Finds the leading blocks of a prompt, stores its other blocks, and drops the oldest blocks beyond the capacity. If `report_hits` is
@@ -48,6 +57,8 @@ impl Cache {
         // The last token is always computed, so the block that ends with it is not reused.
         let reusable = tokens.len().saturating_sub(1) / self.block_size;
         let found = if lookup { hashes.iter().take(reusable).take_while(|hash| self.held.contains(hash)).count() } else { 0 };
+        let is_on_host = |hash: &&u64| self.host.as_ref().is_some_and(|host| host.contains(hash));
+        let loaded = if lookup { hashes[..reusable].iter().skip(found).take_while(is_on_host).count() } else { 0 };
         let (hits, new) = hashes.split_at(found);
         for hash in hits {
             self.touch(*hash);
@@ -62,7 +73,7 @@ impl Cache {
                 extra_keys: (from..from + blocks.len())
                     .map(|at| if at == 0 { ExtraKeys::Text(salt.to_owned()) } else { ExtraKeys::None })
                     .collect(),
-                medium: Medium::Device,
+                tier: Ok(Tier::Device),
                 group: Some(0),
                 kind: Some("full_attention".to_owned()),
                 window_tokens: None,
@@ -79,22 +90,32 @@ impl Cache {
             let Some(hash) = self.used.pop_front() else { break };
             self.held.remove(&hash);
             let hashes = vec![EngineHash::Number(hash)];
-            events.push(EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) }));
+            events.push(EngineEvent::Removed(BlocksRemoved { hashes, tier: Ok(Tier::Device), group: Some(0) }));
         }
         if !new.is_empty() {
             events.push(stored(&hashes[hashes.len() - new.len()..], hashes.len() - new.len()));
+        }
+        if let Some(host) = &mut self.host {
+            let from = hashes.iter().position(|hash| !host.contains(hash)).unwrap_or(hashes.len());
+            host.extend(&hashes[from..]);
+            if let EngineEvent::Stored(blocks) = stored(&hashes[from..], from)
+                && from < hashes.len()
+            {
+                events.push(EngineEvent::Stored(BlocksStored { tier: Ok(Tier::Host), ..blocks }));
+            }
         }
         for hash in new {
             self.held.insert(hash);
             self.used.push_back(hash);
         }
-        Stored { cached_tokens: found * self.block_size, events }
+        Stored { cached_tokens: (found + loaded) * self.block_size, events }
     }
 
     /// Drops all blocks. Returns the events that report this.
     pub fn clear(&mut self) -> Vec<EngineEvent> {
         self.used.clear();
         self.held.clear();
+        self.host.iter_mut().for_each(HashSet::clear);
         vec![EngineEvent::Cleared]
     }
 

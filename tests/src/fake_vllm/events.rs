@@ -4,7 +4,8 @@ use anyhow::{Context, Result};
 use futures::{FutureExt, StreamExt, channel::mpsc as futures_mpsc};
 use rmpv::Value;
 use std::collections::VecDeque;
-use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, UnknownMedium};
+use tandem_kv::Tier;
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
@@ -315,7 +316,7 @@ fn event(event: &EngineEvent) -> Value {
             block_size,
             lora,
             extra_keys,
-            medium,
+            tier,
             group,
             kind,
             window_tokens,
@@ -327,7 +328,7 @@ fn event(event: &EngineEvent) -> Value {
             ("token_ids", Some(list(tokens, |token| (*token).into()))),
             ("block_size", Some((*block_size).into())),
             ("lora_id", Some(if lora.is_some() { 1.into() } else { Value::Nil })),
-            ("medium", Some(self::medium(*medium))),
+            ("medium", Some(medium(tier))),
             ("lora_name", Some(lora.as_deref().map_or(Value::Nil, Into::into))),
             ("extra_keys", (!extra_keys.is_empty()).then(|| list(extra_keys, |of| keys(lora.as_deref(), of)))),
             ("group_idx", group.map(Into::into)),
@@ -335,10 +336,10 @@ fn event(event: &EngineEvent) -> Value {
             ("kv_cache_spec_sliding_window", window_tokens.map(Into::into)),
             ("session_id", session.as_deref().map(Into::into)),
         ]),
-        EngineEvent::Removed(BlocksRemoved { hashes, medium, group }) => map(vec![
+        EngineEvent::Removed(BlocksRemoved { hashes, tier, group }) => map(vec![
             ("type", Some("BlockRemoved".into())),
             ("block_hashes", Some(list(hashes, hash))),
-            ("medium", Some(self::medium(*medium))),
+            ("medium", Some(medium(tier))),
             ("group_idx", group.map(Into::into)),
         ]),
         EngineEvent::Cleared => map(vec![("type", Some("AllBlocksCleared".into()))]),
@@ -356,11 +357,13 @@ fn hash(hash: &EngineHash) -> Value {
     }
 }
 
-fn medium(medium: Medium) -> Value {
-    match medium {
-        Medium::Device => "GPU",
-        Medium::Host => "CPU",
-        Medium::Elsewhere => "STORAGE",
+fn medium(tier: &Result<Tier, UnknownMedium>) -> Value {
+    match tier {
+        Ok(Tier::Device) => "GPU",
+        Ok(Tier::Host) => "CPU",
+        Ok(Tier::Disk) => "STORAGE",
+        Ok(Tier::Store) => "EXTERNAL",
+        Err(UnknownMedium(name)) => name,
     }
     .into()
 }
@@ -398,7 +401,7 @@ mod tests {
             block_size: 1,
             lora: Some("lora".to_owned()),
             extra_keys: vec![ExtraKeys::Text("salt".to_owned()), ExtraKeys::None],
-            medium: Medium::Device,
+            tier: Ok(Tier::Device),
             group: Some(0),
             kind: Some("sliding_window".to_owned()),
             window_tokens: Some(64),

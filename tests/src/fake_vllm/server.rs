@@ -39,6 +39,8 @@ pub struct FakeSettings {
     pub ranks: usize,
     /// The number of blocks in the memory of each rank's device.
     pub blocks: usize,
+    /// Whether the engine keeps a copy of each block in its host's memory.
+    pub offloads: bool,
     /// Whether the engine publishes KV events.
     pub events: bool,
     /// Whether the engine reports cached tokens (`--enable-prompt-tokens-details`).
@@ -67,6 +69,7 @@ impl Default for FakeSettings {
             block_size: 32,
             ranks: 1,
             blocks: 512,
+            offloads: false,
             events: true,
             reports_cached_tokens: true,
             step: Duration::from_millis(1),
@@ -117,7 +120,7 @@ impl Rank {
     async fn new(number: u32, settings: &FakeSettings) -> Result<Self> {
         let publishing = PublisherSettings { data_parallel_rank: number, ..PublisherSettings::default() };
         Ok(Self {
-            cache: Mutex::new(Cache::new(settings.block_size, settings.blocks - 1)),
+            cache: Mutex::new(Cache::new(settings.block_size, settings.blocks - 1).offloading(settings.offloads)),
             publisher: if settings.events { Some(Publisher::bind_with(publishing).await?) } else { None },
             prompt_tokens: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(0),

@@ -41,6 +41,7 @@ fn settings(fake: &FakeVllm) -> VllmSettings {
         waiting_max: 8,
         nixl: true,
         kv_lease: Duration::from_secs(30),
+        shared_store: None,
         silence_max: Duration::from_secs(60),
     }
 }

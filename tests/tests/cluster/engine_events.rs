@@ -3,9 +3,10 @@
 use anyhow::{Context, Result, bail};
 use std::time::Duration;
 use tandem_adapter::{
-    BlocksRemoved, EngineEvent, EngineHash, Medium,
+    BlocksRemoved, EngineEvent, EngineHash,
     vllm::{EventLoss, MalformedBatch, MirrorUpdate, Subscription, SubscriptionSettings},
 };
+use tandem_kv::Tier;
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
 use tokio::time::timeout;
 
@@ -49,7 +50,7 @@ async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionS
 /// Returns a batch with one event, which is identified by this number.
 fn batch(number: u64) -> Vec<EngineEvent> {
     let hashes = vec![EngineHash::Number(number)];
-    vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]
+    vec![EngineEvent::Removed(BlocksRemoved { hashes, tier: Ok(Tier::Device), group: Some(0) })]
 }
 
 impl Setup {

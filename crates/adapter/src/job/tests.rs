@@ -45,6 +45,7 @@ async fn events(max_tokens: Option<u32>, chunks: Vec<AnswerChunk>) -> Vec<Event>
         engine_block_size: 1,
         device_blocks: 100,
         hits_are_reported: false,
+        store: None,
         engine_blocks_max: 0,
     });
     let info = EngineInfo { vocab_size: 10, context_length: 100, block_size: 1, capacity_blocks: 100, block_bytes: 0 };

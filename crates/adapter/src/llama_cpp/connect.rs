@@ -81,6 +81,7 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
         engine_block_size: block_size,
         device_blocks: capacity_blocks,
         hits_are_reported: false,
+        store: None,
         engine_blocks_max: 0,
     })?;
     let vocab_size = model.meta.and_then(|meta| meta.n_vocab).unwrap_or(usize::MAX);

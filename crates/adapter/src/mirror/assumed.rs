@@ -1,11 +1,11 @@
 //! The blocks that an engine is assumed to have cached if it publishes no KV events: those of the sequences that it has computed.
 
-use super::blocks::{MirrorBlocks, Tier};
+use super::blocks::MirrorBlocks;
 use std::{
     cmp::Reverse,
     collections::{BTreeSet, HashMap},
 };
-use tandem_kv::SequenceHash;
+use tandem_kv::{SequenceHash, Tier};
 
 pub(super) struct Assumed {
     capacity_blocks: usize,

@@ -1,79 +1,106 @@
-//! A mirror's Tandem blocks: the tiers that hold each block, and whether the block is reported.
+//! A mirror's Tandem blocks: the tiers that hold each block, and the chains in which the block is reported.
 
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
-use tandem_kv::{EventLog, KvEvent, SequenceHash, Snapshot, StoredChain};
+use tandem_kv::{ByTier, EventLog, KvEvent, SequenceHash, Snapshot, StoredChain, Tier};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Tier {
-    Device,
-    Host,
-}
-
-/// The numbers of a prompt's leading Tandem blocks that an engine has cached, by tier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PrefixTiers {
-    /// The number of blocks, from the prompt's start, that are in the device's memory.
-    pub device_blocks: u32,
-    /// The number of blocks, directly after the `device_blocks`, that are in the host's memory.
-    pub host_blocks: u32,
-}
-
-/// The blocks of a mirror. A block is reported if the engine holds it and its parent, if it has one, is reported.
+/// The blocks of a mirror.
+///
+/// A block is in the *chain* of all blocks if the engine holds it and its parent, if it has one, is in this chain. The tiers' chains
+/// ([`Tier::note`]) are reported besides as soon as there is a block that only a slower tier holds. So the memory of engines with one tier holds no
+/// further blocks.
 #[derive(Default)]
 pub(super) struct MirrorBlocks {
     held: HashMap<SequenceHash, MirrorBlock>,
     /// For each held block, the pair of its parent and itself. The parent need not be held.
     children: BTreeSet<(Option<SequenceHash>, SequenceHash)>,
+    /// The tiers whose chains are reported. They remain reported when the slower tiers are empty.
+    chains: ByTier<bool>,
+    /// The number of blocks in each tier.
+    in_tier: ByTier<usize>,
+    /// The number of blocks in the chain of all blocks, without notes.
     reported: usize,
     log: EventLog,
 }
 
 struct MirrorBlock {
     parent: Option<SequenceHash>,
-    device: u32,
-    host: u32,
-    reported: bool,
+    /// How many of the engine's blocks hold this block in each tier. A note has one on the device until it is withdrawn.
+    copies: ByTier<u32>,
+    /// Whether this is a note: it has no tokens, says something about other blocks, and is in no tier.
+    is_note: bool,
+    /// The set of chains in which the block is reported, a bit for each.
+    reported: u8,
+}
+
+/// A set of blocks that is reported: all held blocks, or the chain of a tier.
+#[derive(Clone, Copy)]
+enum Chain {
+    All,
+    Of(Tier),
+}
+
+impl Chain {
+    fn bit(self) -> u8 {
+        match self {
+            Self::All => 1 << Tier::ALL.len(),
+            Self::Of(tier) => 1 << tier.index(),
+        }
+    }
+
+    fn name(self, hash: SequenceHash) -> SequenceHash {
+        match self {
+            Self::All => hash,
+            Self::Of(tier) => hash.in_tier(tier),
+        }
+    }
 }
 
 impl MirrorBlocks {
     /// Records that one more of the engine's blocks holds this block in the tier. `parent` is used only if no other block of the engine
     /// holds it.
     pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
-        match self.held.entry(hash) {
-            Entry::Occupied(mut entry) => *entry.get_mut().count(tier) += 1,
-            Entry::Vacant(entry) => {
-                *entry.insert(MirrorBlock { parent, device: 0, host: 0, reported: false }).count(tier) += 1;
-                self.children.insert((parent, hash));
-                if parent.is_none_or(|parent| self.held.get(&parent).is_some_and(|parent| parent.reported)) {
-                    self.report(hash);
-                }
-            }
+        self.begin_chains(tier);
+        if let Entry::Vacant(entry) = self.held.entry(hash) {
+            entry.insert(MirrorBlock { parent, copies: [0; 4], is_note: false, reported: 0 });
+            self.children.insert((parent, hash));
         }
+        let block = self.held.get_mut(&hash).expect("it was inserted");
+        block.copies[tier.index()] += 1;
+        self.in_tier[tier.index()] += usize::from(block.copies[tier.index()] == 1);
+        self.refresh(hash);
     }
 
     /// Records that one of the engine's blocks no longer holds this block in the tier. At least one must have held it.
     pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
         let block = self.held.get_mut(&hash).expect("a released block was held");
-        *block.count(tier) -= 1;
-        if block.device > 0 || block.host > 0 {
-            return;
-        }
-        if block.reported {
-            self.retract(hash);
-        }
-        if let Some(block) = self.held.remove(&hash) {
-            self.children.remove(&(block.parent, hash));
+        block.copies[tier.index()] -= 1;
+        self.in_tier[tier.index()] -= usize::from(block.copies[tier.index()] == 0);
+        self.refresh(hash);
+        self.drop_unheld(hash);
+    }
+
+    /// Reports a note: a block without tokens that says something about other blocks.
+    pub fn note(&mut self, hash: SequenceHash) {
+        if let Entry::Vacant(entry) = self.held.entry(hash) {
+            entry.insert(MirrorBlock { parent: None, copies: [1, 0, 0, 0], is_note: true, reported: 0 });
+            self.children.insert((None, hash));
+            self.refresh(hash);
         }
     }
 
-    pub fn holds(&self, hash: SequenceHash) -> bool {
-        self.held.contains_key(&hash)
+    /// Withdraws a note.
+    pub fn withdraw(&mut self, hash: SequenceHash) {
+        if let Some(block) = self.held.get_mut(&hash) {
+            block.copies = [0; 4];
+            self.refresh(hash);
+            self.drop_unheld(hash);
+        }
     }
 
     pub fn clear(&mut self) {
-        self.held.clear();
-        self.children.clear();
-        if std::mem::take(&mut self.reported) > 0 {
+        let was_reported = self.held.values().any(|block| block.reported > 0);
+        *self = Self { log: std::mem::take(&mut self.log), ..Self::default() };
+        if was_reported {
             self.log.cleared();
         }
     }
@@ -86,74 +113,142 @@ impl MirrorBlocks {
         self.log.last_id()
     }
 
+    /// Returns the number of blocks with tokens that are reported, without the repetitions in the tiers' chains.
     pub fn reported(&self) -> usize {
         self.reported
+    }
+
+    /// Returns the number of blocks in each tier; all 0 if only the device has ever held blocks.
+    pub fn tier_blocks(&self) -> ByTier<u32> {
+        let has_tiers = self.chains.contains(&true);
+        self.in_tier.map(|blocks| if has_tiers { u32::try_from(blocks).unwrap_or(u32::MAX) } else { 0 })
     }
 
     /// Returns all reported blocks as chains. Each chain follows one branch of every fork to a leaf; the other branches start chains of
     /// their own.
     pub fn snapshot(&self) -> Snapshot {
-        let mut starts: Vec<_> = self.children_of(None).map(|hash| (None, hash)).collect();
         let mut stored = Vec::new();
-        while let Some((parent, start)) = starts.pop() {
-            let mut chain = StoredChain { parent, sequence_hashes: vec![start] };
-            let mut last = start;
-            loop {
-                let mut branches = self.children_of(Some(last));
-                let Some(next) = branches.next() else { break };
-                starts.extend(branches.map(|branch| (Some(last), branch)));
-                chain.sequence_hashes.push(next);
-                last = next;
+        for of in self.chains() {
+            let mut starts: Vec<_> = self.reported_children(None, of).map(|hash| (None, hash)).collect();
+            while let Some((parent, start)) = starts.pop() {
+                let mut chain = StoredChain { parent, sequence_hashes: vec![of.name(start)] };
+                let mut last = start;
+                loop {
+                    let mut branches = self.reported_children(Some(last), of);
+                    let Some(next) = branches.next() else { break };
+                    starts.extend(branches.map(|branch| (Some(of.name(last)), branch)));
+                    chain.sequence_hashes.push(of.name(next));
+                    last = next;
+                }
+                stored.push(chain);
             }
-            stored.push(chain);
         }
         Snapshot { at_event_id: self.log.last_id(), stored }
     }
 
-    /// Returns how many leading blocks of a prompt are on the engine's device, and how many of the next blocks are on the engine's host.
-    pub fn prefix(&self, hashes: &[SequenceHash]) -> PrefixTiers {
-        let is_in = |hash: &SequenceHash, of: fn(&MirrorBlock) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
-        let device = hashes.iter().take_while(|hash| is_in(hash, |block| block.device)).count();
-        let host = hashes[device..].iter().take_while(|hash| is_in(hash, |block| block.host)).count();
-        PrefixTiers { device_blocks: device as u32, host_blocks: host as u32 }
+    /// Returns how many leading blocks of a prompt the engine finds in each tier. The first ones are on its device. It searches each slower tier, and
+    /// those before it, for the blocks that follow.
+    pub fn prefix(&self, hashes: &[SequenceHash]) -> ByTier<u32> {
+        let mut from = 0;
+        Tier::ALL.map(|tier| {
+            let is_in = |hash: &&SequenceHash| {
+                self.held.get(hash).is_some_and(|block| block.copies[..=tier.index()].iter().any(|copies| *copies > 0))
+            };
+            let blocks = hashes[from..].iter().take_while(is_in).count();
+            from += blocks;
+            blocks as u32
+        })
+    }
+
+    /// Begins to report the chain of the tier before this one, because this one holds a block now. The chain of the store begins with it.
+    fn begin_chains(&mut self, tier: Tier) {
+        let faster = tier.index().checked_sub(1).map(|faster| Tier::ALL[faster]);
+        for begins in faster.into_iter().chain((tier == Tier::Store).then_some(tier)) {
+            if !std::mem::replace(&mut self.chains[begins.index()], true) {
+                self.note(begins.note());
+                let roots: Vec<_> = self.children_of(None).collect();
+                roots.into_iter().for_each(|root| self.refresh(root));
+            }
+        }
+    }
+
+    fn chains(&self) -> impl Iterator<Item = Chain> + use<> {
+        let of_tiers = self.chains;
+        std::iter::once(Chain::All).chain(Tier::ALL.into_iter().filter(move |tier| of_tiers[tier.index()]).map(Chain::Of))
+    }
+
+    /// Reports the block and those after it in the chains in which they are now, and no longer in others.
+    fn refresh(&mut self, hash: SequenceHash) {
+        for chain in self.chains() {
+            let Some(block) = self.held.get(&hash) else { return };
+            let parent = block.parent;
+            let follows = || parent.is_none_or(|parent| self.held.get(&parent).is_some_and(|block| block.is_reported(chain)));
+            match (block.is_reported(chain), block.is_in(chain)) {
+                (false, true) if follows() => self.report(hash, chain),
+                (true, false) => self.retract(hash, chain),
+                _ => {}
+            }
+        }
+    }
+
+    fn drop_unheld(&mut self, hash: SequenceHash) {
+        if let Entry::Occupied(entry) = self.held.entry(hash)
+            && !entry.get().is_in(Chain::All)
+        {
+            self.children.remove(&(entry.remove().parent, hash));
+        }
     }
 
     fn children_of(&self, parent: Option<SequenceHash>) -> impl Iterator<Item = SequenceHash> {
         self.children.range((parent, SequenceHash(u64::MIN))..=(parent, SequenceHash(u64::MAX))).map(|(_, hash)| *hash)
     }
 
-    fn subtree(&self, root: SequenceHash) -> Vec<SequenceHash> {
+    fn reported_children(&self, parent: Option<SequenceHash>, chain: Chain) -> impl Iterator<Item = SequenceHash> {
+        self.children_of(parent).filter(move |hash| self.held.get(hash).is_some_and(|block| block.is_reported(chain)))
+    }
+
+    /// Returns the block and those blocks after it for which, and for all between, `is_one` is true.
+    fn subtree(&self, root: SequenceHash, is_one: impl Fn(&MirrorBlock) -> bool) -> Vec<SequenceHash> {
         let (mut found, mut open) = (Vec::new(), vec![root]);
         while let Some(hash) = open.pop() {
             found.push(hash);
-            open.extend(self.children_of(Some(hash)));
+            open.extend(self.children_of(Some(hash)).filter(|hash| self.held.get(hash).is_some_and(&is_one)));
         }
         found
     }
 
-    fn report(&mut self, root: SequenceHash) {
-        for hash in self.subtree(root) {
+    fn report(&mut self, root: SequenceHash, chain: Chain) {
+        for hash in self.subtree(root, |block| block.is_in(chain)) {
             let block = self.held.get_mut(&hash).expect("the tree has held blocks");
-            block.reported = true;
-            self.reported += 1;
-            self.log.stored(block.parent, hash);
+            block.reported |= chain.bit();
+            self.reported += usize::from(matches!(chain, Chain::All) && !block.is_note);
+            self.log.stored(block.parent.map(|parent| chain.name(parent)), chain.name(hash));
         }
     }
 
-    fn retract(&mut self, root: SequenceHash) {
-        for hash in self.subtree(root).into_iter().rev() {
-            self.held.get_mut(&hash).expect("the tree has held blocks").reported = false;
-            self.reported -= 1;
-            self.log.removed(hash);
+    fn retract(&mut self, root: SequenceHash, chain: Chain) {
+        for hash in self.subtree(root, |block| block.is_reported(chain)).into_iter().rev() {
+            let block = self.held.get_mut(&hash).expect("the tree has held blocks");
+            block.reported &= !chain.bit();
+            self.reported -= usize::from(matches!(chain, Chain::All) && !block.is_note);
+            self.log.removed(chain.name(hash));
         }
     }
 }
 
 impl MirrorBlock {
-    fn count(&mut self, tier: Tier) -> &mut u32 {
-        match tier {
-            Tier::Device => &mut self.device,
-            Tier::Host => &mut self.host,
+    fn is_reported(&self, chain: Chain) -> bool {
+        self.reported & chain.bit() > 0
+    }
+
+    /// Whether the block is in the chain, provided that its parent is.
+    fn is_in(&self, chain: Chain) -> bool {
+        let any = |copies: &[u32]| copies.iter().any(|copies| *copies > 0);
+        match chain {
+            Chain::All => any(&self.copies),
+            Chain::Of(_) if self.is_note => false,
+            Chain::Of(Tier::Store) => self.copies[Tier::Store.index()] > 0,
+            Chain::Of(tier) => any(&self.copies[..=tier.index()]),
         }
     }
 }

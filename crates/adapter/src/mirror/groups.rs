@@ -7,7 +7,7 @@
 //! For each block and group it keeps the *run*: how many consecutive blocks up to and including this block the group holds, up to the number that
 //! it needs. A run that reaches the start of the prompt is always long enough. A block is a reuse point if all its runs are long enough.
 
-use super::blocks::{MirrorBlocks, Tier};
+use super::blocks::MirrorBlocks;
 use crate::event::{BlocksStored, EngineHash};
 use std::collections::{BTreeSet, HashMap};
 use tandem_kv::SequenceHash;
@@ -30,7 +30,6 @@ pub(super) struct LayerGroups {
     known: HashMap<SequenceHash, KnownBlock>,
     /// For each known block after another block, the pair of that block and itself.
     children: BTreeSet<(SequenceHash, SequenceHash)>,
-    points: usize,
 }
 
 struct KnownBlock {
@@ -66,11 +65,6 @@ impl LayerGroups {
         !self.followed.is_empty()
     }
 
-    /// Returns the number of blocks that are reported in addition to the engine's.
-    pub fn reported(&self) -> usize {
-        self.points + usize::from(self.is_hybrid())
-    }
-
     /// Returns the position of a followed group; `None` if the group is not followed.
     pub fn position(&self, group: u32) -> Option<usize> {
         self.followed.iter().position(|(followed, _)| *followed == group)
@@ -89,7 +83,7 @@ impl LayerGroups {
             return None;
         }
         if self.followed.is_empty() {
-            blocks.hold(None, SequenceHash::REUSE_POINTS, Tier::Device);
+            blocks.note(SequenceHash::REUSE_POINTS);
         }
         self.followed.push((group, need));
         // The new group holds nothing yet, so no block is a reuse point.
@@ -160,8 +154,7 @@ impl LayerGroups {
         }
         if let Some(known) = self.known.remove(&hash) {
             if known.is_point {
-                self.points -= 1;
-                blocks.release(hash.reuse_point(), Tier::Device);
+                blocks.withdraw(hash.reuse_point());
             }
             if let Some(parent) = known.parent {
                 self.children.remove(&(parent, hash));
@@ -182,14 +175,8 @@ impl LayerGroups {
             let changed = known.runs != runs;
             known.runs = runs;
             match (std::mem::replace(&mut known.is_point, is_point), is_point) {
-                (false, true) => {
-                    self.points += 1;
-                    blocks.hold(None, hash.reuse_point(), Tier::Device);
-                }
-                (true, false) => {
-                    self.points -= 1;
-                    blocks.release(hash.reuse_point(), Tier::Device);
-                }
+                (false, true) => blocks.note(hash.reuse_point()),
+                (true, false) => blocks.withdraw(hash.reuse_point()),
                 _ => {}
             }
             if changed {
@@ -202,7 +189,7 @@ impl LayerGroups {
     pub fn clear(&mut self, blocks: &mut MirrorBlocks) {
         *self = Self { followed: std::mem::take(&mut self.followed), ..Self::default() };
         if self.is_hybrid() {
-            blocks.hold(None, SequenceHash::REUSE_POINTS, Tier::Device);
+            blocks.note(SequenceHash::REUSE_POINTS);
         }
     }
 
@@ -247,9 +234,8 @@ impl LayerGroups {
     fn forget_points(&mut self, blocks: &mut MirrorBlocks) {
         for (hash, known) in &mut self.known {
             if std::mem::take(&mut known.is_point) {
-                blocks.release(hash.reuse_point(), Tier::Device);
+                blocks.withdraw(hash.reuse_point());
             }
         }
-        self.points = 0;
     }
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::UnknownMedium;
 use proptest::{prelude::*, sample::Index};
 use std::collections::{BTreeMap, HashSet};
 use tandem_kv::{Change, StoredChain};
@@ -21,6 +22,7 @@ fn mirror_with(change: impl FnOnce(&mut MirrorSettings)) -> Mirror {
         engine_block_size: ENGINE_BLOCK as u32,
         device_blocks: 8,
         hits_are_reported: false,
+        store: None,
         engine_blocks_max: 1000,
     };
     change(&mut settings);
@@ -53,7 +55,7 @@ fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
         block_size: ENGINE_BLOCK as u32,
         lora: None,
         extra_keys,
-        medium: Medium::Device,
+        tier: Ok(Tier::Device),
         group: Some(0),
         kind: Some("full_attention".to_owned()),
         window_tokens: None,
@@ -66,11 +68,11 @@ fn later_blocks(parent: u64, engine_hashes: &[u64], tokens: Vec<TokenId>) -> Blo
 }
 
 fn removed(engine_hash: u64) -> EngineEvent {
-    removed_from(engine_hash, Medium::Device)
+    removed_from(engine_hash, Tier::Device)
 }
 
-fn removed_from(engine_hash: u64, medium: Medium) -> EngineEvent {
-    EngineEvent::Removed(BlocksRemoved { hashes: vec![number(engine_hash)], medium, group: Some(0) })
+fn removed_from(engine_hash: u64, tier: Tier) -> EngineEvent {
+    EngineEvent::Removed(BlocksRemoved { hashes: vec![number(engine_hash)], tier: Ok(tier), group: Some(0) })
 }
 
 fn changes(mirror: &mut Mirror) -> Vec<Change> {
@@ -89,7 +91,7 @@ fn engine_blocks_are_reported_as_the_clusters_sequence_hashes() {
     let (head, tail) = (prompt[..ENGINE_BLOCK].to_vec(), prompt[ENGINE_BLOCK..].to_vec());
     mirror.apply(&[EngineEvent::Stored(first_blocks(&[11], head)), EngineEvent::Stored(later_blocks(11, &[12, 13], tail))]);
     assert_eq!(changes(&mut mirror), [stored(None, &all)]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 6, host_blocks: 0 });
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), [6, 0, 0, 0]);
     assert_eq!(mirror.snapshot().stored, [StoredChain { parent: None, sequence_hashes: all.clone() }]);
     mirror.apply(&[removed(13)]);
     assert_eq!(changes(&mut mirror), [Change::Removed(vec![all[5], all[4]])]);
@@ -139,29 +141,6 @@ fn children_of_a_removed_block_are_reported_again_when_the_block_is_stored_again
 }
 
 #[test]
-fn block_in_host_memory_stays_routable_when_the_device_evicts_the_block() {
-    let mut mirror = mirror();
-    let prompt = tokens(1, 3);
-    let on_host = |engine_hashes: &[u64]| {
-        // vLLM's offloading reports hashes without tokens, unless it is configured to report the tokens, too.
-        let blocks = BlocksStored { block_size: 0, medium: Medium::Host, ..first_blocks(engine_hashes, Vec::new()) };
-        EngineEvent::Stored(BlocksStored { kind: None, ..blocks })
-    };
-    mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3], prompt.clone())), on_host(&[2]), on_host(&[3])]);
-    mirror.take();
-    mirror.apply(&[removed(3), removed(2)]);
-    assert_eq!(changes(&mut mirror), []);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 4 });
-    // The engine searches host memory only for the blocks that follow the prefix on the device. Block 2 is in neither memory now, so block 3 cannot
-    // be used.
-    mirror.apply(&[removed_from(2, Medium::Host)]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 0 });
-    assert_eq!(mirror.cached_blocks(), K);
-    mirror.apply(&[on_host(&[9])]);
-    assert_eq!(mirror.unroutable().block_size, 1);
-}
-
-#[test]
 fn blocks_that_cannot_be_identified_are_not_routable() {
     let first = || first_blocks(&[1, 2], tokens(1, 2));
     let keys = |keys: [ExtraKeys; 2]| keys.to_vec();
@@ -191,7 +170,7 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
             0,
             count(|unroutable| unroutable.group = 2),
         ),
-        (BlocksStored { medium: Medium::Elsewhere, ..first() }, 0, count(|unroutable| unroutable.elsewhere = 2)),
+        (BlocksStored { tier: Err(UnknownMedium("TAPE".to_owned())), ..first() }, 0, count(|unroutable| unroutable.medium = 2)),
         (BlocksStored { block_size: BLOCK as u32, ..first() }, 0, count(|unroutable| unroutable.block_size = 2)),
         (BlocksStored { tokens: tokens(1, 1), ..first() }, 0, count(|unroutable| unroutable.block_size = 2)),
     ] {
@@ -205,7 +184,7 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
             twice(|unroutable| unroutable.extra_keys),
             twice(|unroutable| unroutable.group),
             twice(|unroutable| unroutable.block_size),
-            twice(|unroutable| unroutable.elsewhere),
+            twice(|unroutable| unroutable.medium),
         ] {
             assert_eq!(found, expected, "{blocks:?}");
         }
@@ -245,10 +224,10 @@ fn blocks_beyond_the_mirrors_capacity_are_not_mirrored() {
     mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3, 4], tokens(1, 4)))]);
     assert_eq!((mirror.cached_blocks(), mirror.unroutable().excess, mirror.unroutable().parent), (2 * K, 1, 1));
     let device_blocks = mirror.settings.device_blocks as usize;
-    assert_eq!(mirror.cached_blocks_max() as usize, device_blocks.max(2 * (K + 1) + 2));
+    assert_eq!(mirror.cached_blocks_max() as usize, device_blocks.max(2 * (5 * K + 1) + 6));
     assert_eq!(
         mirror_with(|settings| settings.engine_blocks_max = device_blocks).cached_blocks_max() as usize,
-        (K + 1) * device_blocks + 2
+        (5 * K + 1) * device_blocks + 6
     );
 }
 
@@ -269,7 +248,7 @@ fn assumed_blocks_are_those_of_the_latest_prompts() {
     let mut mirror = mirror();
     // The device's memory has 8 blocks, which hold two prompts of 2 engine blocks each.
     let prompts = [1, 2, 3].map(|seed| tokens(seed, 2));
-    let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt).device_blocks;
+    let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt)[0];
     for prompt in &prompts[..2] {
         mirror.assume_stored(&namespace(), prompt);
     }
@@ -346,8 +325,8 @@ type Path = (u8, Vec<bool>);
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Stores the blocks of the path from this depth on: in host memory if the last value is true, otherwise on the device.
-    Store(Path, usize, bool),
+    /// Stores the blocks of the path from this depth on in the tier.
+    Store(Path, usize, Tier),
     /// Removes one of the stored blocks, which need not be a leaf.
     Remove(Index),
     Clear,
@@ -357,8 +336,9 @@ enum Op {
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
     let path = (0..2_u8, proptest::collection::vec(any::<bool>(), 1..5));
+    let tier = prop_oneof![12 => Just(Tier::Device), 3 => Just(Tier::Host), 1 => Just(Tier::Disk), 1 => Just(Tier::Store)];
     let op = prop_oneof![
-        8 => (path, 0..4_usize, proptest::bool::weighted(0.3)).prop_map(|(path, from, host)| Op::Store(path, from, host)),
+        8 => (path, 0..4_usize, tier).prop_map(|(path, from, tier)| Op::Store(path, from, tier)),
         8 => any::<Index>().prop_map(Op::Remove),
         1 => Just(Op::Clear),
         2 => Just(Op::Follow),
@@ -376,24 +356,37 @@ fn path_tokens(choices: &[bool]) -> Vec<TokenId> {
     choices.iter().flat_map(|choice| [u32::from(*choice); ENGINE_BLOCK]).collect()
 }
 
-/// The expected state: how often the engine has stored each identified block in each medium.
+/// The expected state: how often the engine has stored each identified block in each tier, and which tiers have held blocks.
 #[derive(Default)]
-struct Model(BTreeMap<Path, [u32; 2]>);
+struct Model(BTreeMap<Path, ByTier<u32>>, ByTier<bool>);
 
 impl Model {
-    fn held(&self, of: impl Fn(&[u32; 2]) -> bool) -> HashSet<SequenceHash> {
+    fn held(&self, of: impl Fn(&ByTier<u32>) -> bool) -> HashSet<SequenceHash> {
         let held = self.0.iter().filter(|(_, counts)| of(counts));
         held.flat_map(|((_, choices), _)| hashes(&path_tokens(choices)).split_off((choices.len() - 1) * K)).collect()
     }
 
-    fn reported(&self) -> HashSet<SequenceHash> {
-        let held = self.held(|_| true);
+    /// Returns the blocks that are reported, those of the tiers' chains included.
+    fn all_reported(&self) -> HashSet<SequenceHash> {
+        let mut reported = self.reported(|_| true);
+        let begun = |tier: &Tier| *tier == Tier::Store && self.1[3] || tier.index() < 3 && self.1[tier.index() + 1];
+        for tier in Tier::ALL.into_iter().filter(begun) {
+            let first = if tier == Tier::Store { 3 } else { 0 };
+            let chain = self.reported(|counts| counts[first..=tier.index()].iter().any(|count| *count > 0));
+            reported.insert(tier.note());
+            reported.extend(chain.into_iter().map(|hash| hash.in_tier(tier)));
+        }
+        reported
+    }
+
+    fn reported(&self, of: impl Fn(&ByTier<u32>) -> bool) -> HashSet<SequenceHash> {
+        let held = self.held(of);
         let chains = self.0.keys().map(|(_, choices)| hashes(&path_tokens(choices)));
         chains.flat_map(|chain| chain.into_iter().take_while(|hash| held.contains(hash)).collect::<Vec<_>>()).collect()
     }
 }
 
-fn event_of((salt, choices): &Path, from: usize, host: bool) -> BlocksStored {
+fn event_of((salt, choices): &Path, from: usize, tier: Tier) -> BlocksStored {
     let ends = from + 1..=choices.len();
     let mut digits = salt::cache_salt(&KEY, &namespace());
     digits.replace_range(79.., &salt.to_string());
@@ -405,7 +398,7 @@ fn event_of((salt, choices): &Path, from: usize, host: bool) -> BlocksStored {
         hashes: ends.map(|end| engine_hash(&(*salt, choices[..end].to_vec()))).collect(),
         parent: (from > 0).then(|| engine_hash(&(*salt, choices[..from].to_vec()))),
         extra_keys,
-        medium: if host { Medium::Host } else { Medium::Device },
+        tier: Ok(tier),
         ..first_blocks(&[0], path_tokens(choices).split_off(from * ENGINE_BLOCK))
     }
 }
@@ -415,31 +408,31 @@ proptest! {
     fn mirror_and_the_replay_of_its_events_equal_a_naive_model(ops in ops()) {
         let (mut mirror, mut model) = (mirror(), Model::default());
         let mut replicas = vec![Replica::default()];
-        let mut physical: Vec<(Path, bool)> = Vec::new();
+        let mut physical: Vec<(Path, Tier)> = Vec::new();
         for op in ops {
             match op {
-                Op::Store(path, from, host) => {
+                Op::Store(path, from, tier) => {
                     let from = from.min(path.1.len() - 1);
-                    mirror.apply(&[EngineEvent::Stored(event_of(&path, from, host))]);
+                    mirror.apply(&[EngineEvent::Stored(event_of(&path, from, tier))]);
                     let mut identified = from == 0 || model.0.contains_key(&(path.0, path.1[..from].to_vec()));
                     for end in from + 1..=path.1.len() {
                         let block = (path.0, path.1[..end].to_vec());
                         identified |= model.0.contains_key(&block);
                         if identified {
-                            model.0.entry(block.clone()).or_default()[usize::from(host)] += 1;
+                            model.0.entry(block.clone()).or_default()[tier.index()] += 1;
+                            model.1[tier.index()] = true;
                         }
-                        physical.push((block, host));
+                        physical.push((block, tier));
                     }
                 }
                 Op::Remove(index) if !physical.is_empty() => {
-                    let (path, host) = physical.swap_remove(index.index(physical.len()));
-                    let medium = if host { Medium::Host } else { Medium::Device };
+                    let (path, tier) = physical.swap_remove(index.index(physical.len()));
                     let hashes = vec![engine_hash(&path)];
-                    mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes, medium, group: Some(0) })]);
+                    mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes, tier: Ok(tier), group: Some(0) })]);
                     if let Some(counts) = model.0.get_mut(&path) {
-                        let count = &mut counts[usize::from(host)];
+                        let count = &mut counts[tier.index()];
                         *count = count.saturating_sub(1);
-                        if *counts == [0, 0] {
+                        if *counts == [0; 4] {
                             model.0.remove(&path);
                         }
                     }
@@ -447,28 +440,29 @@ proptest! {
                 Op::Remove(_) => {}
                 Op::Clear => {
                     mirror.apply(&[EngineEvent::Cleared]);
-                    model.0.clear();
+                    model = Model::default();
                     physical.clear();
                 }
                 Op::Follow => replicas.push(Replica::of(&mirror.snapshot())),
             }
             let events = mirror.take();
-            let expected = model.reported();
-            prop_assert_eq!(mirror.cached_blocks(), expected.len());
+            prop_assert_eq!(mirror.cached_blocks(), model.reported(|_| true).len());
+            let expected = model.all_reported();
             for replica in &mut replicas {
                 replica.apply(&events);
                 prop_assert_eq!(replica.last_id, mirror.last_id());
                 prop_assert_eq!(&replica.hashes(), &expected);
             }
             prop_assert_eq!(Replica::of(&mirror.snapshot()).hashes(), expected);
-            let [device, host] = [0, 1].map(|tier| model.held(|counts| counts[tier] > 0));
+            let within = Tier::ALL.map(|tier| model.held(|counts| counts[..=tier.index()].iter().any(|count| *count > 0)));
             for choices in [[true; 4], [false; 4], [true, false, true, false]] {
                 let prompt = path_tokens(&choices);
                 let chain = hashes(&prompt);
-                let on_device = chain.iter().take_while(|hash| device.contains(hash)).count();
-                let on_host = chain[on_device..].iter().take_while(|hash| host.contains(hash)).count();
-                let tiers = PrefixTiers { device_blocks: on_device as u32, host_blocks: on_host as u32 };
-                prop_assert_eq!(mirror.cached_prefix(&namespace(), &prompt), tiers);
+                let found = mirror.cached_prefix(&namespace(), &prompt);
+                for (tier, within) in within.iter().enumerate() {
+                    let leading = chain.iter().take_while(|hash| within.contains(hash)).count();
+                    prop_assert_eq!(found[..=tier].iter().sum::<u32>() as usize, leading);
+                }
             }
         }
     }
@@ -497,3 +491,4 @@ proptest! {
 }
 
 mod hybrid;
+mod tiers;

@@ -3,6 +3,7 @@
 use super::{
     InvalidEndpoint, MirrorUpdate, Subscription, SubscriptionSettings,
     client::{ClientSettings, EventSource, ServedModels, VllmClient},
+    events::tier_of_medium,
     metrics::{self, EngineConstants},
 };
 use crate::{
@@ -13,9 +14,9 @@ use crate::{
     slots::{SlotLimits, Slots},
 };
 use futures::FutureExt;
-use std::{sync::Arc, time::Duration};
+use std::{str::FromStr, sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
-use tandem_kv::HashKey;
+use tandem_kv::{HashKey, Tier};
 use tandem_process::Secret;
 
 /// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
@@ -52,8 +53,31 @@ pub struct VllmSettings {
     pub nixl: bool,
     /// vLLM's `kv_lease_duration`: the time for which a prompt's KV is held for another engine.
     pub kv_lease: Duration,
+    /// The store that other servers share with this one; `None`: there is none.
+    pub shared_store: Option<SharedStore>,
     /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
+}
+
+/// A store outside of the server's host, from which several servers load each other's blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharedStore {
+    /// The tier that the server's events name for blocks in the store.
+    tier: Tier,
+    /// The store's name, equal for all servers that use it.
+    name: String,
+}
+
+impl FromStr for SharedStore {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (medium, name) = text.split_once('=').filter(|(_, name)| !name.is_empty()).ok_or("write MEDIUM=NAME")?;
+        match tier_of_medium(medium) {
+            None | Some(Tier::Device) => Err(format!("{medium:?} is no medium of a store; use CPU, DISK, STORAGE or EXTERNAL")),
+            Some(tier) => Ok(Self { tier, name: name.to_owned() }),
+        }
+    }
 }
 
 impl VllmSettings {
@@ -151,12 +175,16 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         engine_block_size: constants.block_size,
         device_blocks: capacity_blocks,
         hits_are_reported: !constants.has_groups(),
+        store: settings.shared_store.as_ref().map(|store| store.tier),
         engine_blocks_max: MIRRORED_BLOCKS_MAX,
     })?;
     let info =
         EngineInfo { vocab_size: usize::MAX, context_length: model.context_length, block_size, capacity_blocks, block_bytes: 0 };
     let limits = SlotLimits { running: settings.running_max, blocks: capacity_blocks.into(), waiting: settings.waiting_max };
-    let shared = Arc::new(AdapterState::new(info, Slots::new(limits), mirror, approximate));
+    let shared_store = settings.shared_store.map(|store| store.name).unwrap_or_default();
+    let mut shared = AdapterState::new(info, Slots::new(limits), mirror, approximate);
+    shared.shared_store = shared_store;
+    let shared = Arc::new(shared);
     let family = settings.nixl.then(|| {
         let EngineConstants { block_size, cache_dtype, .. } = &constants;
         format!("nixl/vllm-{version}/{cache_dtype}/{block_size}").into()
@@ -323,6 +351,7 @@ mod tests {
             waiting_max: 1,
             nixl: false,
             kv_lease: Duration::from_secs(30),
+            shared_store: None,
             silence_max: Duration::from_secs(60),
         };
         let of_rank = settings.clone().with_rank(3);

@@ -3,8 +3,9 @@
 //! Since vLLM 0.30, an event is a map with its name under `type`; before, it was an array that begins with its name. Unknown fields and
 //! events are ignored. A malformed batch is an error as a whole, because the events in it are lost.
 
-use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, UnknownMedium};
 use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
+use tandem_kv::Tier;
 
 /// A batch of KV events: the changes that one step of the engine made to its cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,6 +47,8 @@ const DEPTH_MAX: usize = 16;
 
 /// Maximum length of a block's hash, in bytes. The mirror keeps the hashes; the longest that vLLM computes is a SHA-256.
 const HASH_MAX: usize = 64;
+/// Maximum length of the kept name of an unknown medium, in characters.
+const MEDIUM_CHARS_MAX: usize = 32;
 
 /// Returns the batch in this payload.
 ///
@@ -158,7 +161,7 @@ fn event(event: &ValueRef<'_>) -> Result<Option<EngineEvent>, MalformedBatch> {
 }
 
 fn stored(fields: Fields<'_>) -> Result<BlocksStored, MalformedBatch> {
-    let medium = medium(fields.get("medium", 6), fields.get("locality", 12));
+    let tier = tier(fields.get("medium", 6), fields.get("locality", 12));
     let hashes = fields.required("block_hashes", 1, |value| list(value, hash))?;
     let lora = fields.optional("lora_name", 7, text)?;
     let keys = fields.optional("extra_keys", 8, |value| list(value, |keys| extra_keys(keys, lora)))?;
@@ -174,7 +177,7 @@ fn stored(fields: Fields<'_>) -> Result<BlocksStored, MalformedBatch> {
         block_size: fields.required("block_size", 4, number)?,
         lora: lora.map(str::to_owned),
         extra_keys: keys,
-        medium,
+        tier,
         group: fields.optional("group_idx", 9, number)?,
         kind: fields.optional("kv_cache_spec_kind", 10, text)?.map(str::to_owned),
         window_tokens: fields.optional("kv_cache_spec_sliding_window", 11, number)?,
@@ -185,7 +188,7 @@ fn stored(fields: Fields<'_>) -> Result<BlocksStored, MalformedBatch> {
 fn removed(fields: Fields<'_>) -> Result<BlocksRemoved, MalformedBatch> {
     Ok(BlocksRemoved {
         hashes: fields.required("block_hashes", 1, |value| list(value, hash))?,
-        medium: medium(fields.get("medium", 2), fields.get("locality", 4)),
+        tier: tier(fields.get("medium", 2), fields.get("locality", 4)),
         group: fields.optional("group_idx", 3, number)?,
     })
 }
@@ -237,16 +240,31 @@ fn extra_keys(value: &ValueRef<'_>, lora: Option<&str>) -> Option<ExtraKeys> {
     })
 }
 
-/// Returns the medium of an event's blocks. Versions of vLLM that know only the device's memory send no medium.
-fn medium(medium: Option<&ValueRef<'_>>, locality: Option<&ValueRef<'_>>) -> Medium {
-    if locality.is_some_and(|locality| text(locality) != Some("LOCAL")) {
-        return Medium::Elsewhere;
+/// Returns the tier of an event's blocks. Versions of vLLM that know only the device's memory send no medium. Blocks on another host (`locality`) are in
+/// a store, whatever memory that has.
+fn tier(medium: Option<&ValueRef<'_>>, locality: Option<&ValueRef<'_>>) -> Result<Tier, UnknownMedium> {
+    let unknown = |value: &ValueRef<'_>| UnknownMedium(text(value).unwrap_or("").chars().take(MEDIUM_CHARS_MAX).collect());
+    let known = |medium| text(medium).and_then(tier_of_medium).ok_or_else(|| unknown(medium));
+    let tier = medium.map_or(Ok(Tier::Device), known)?;
+    match locality {
+        None => Ok(tier),
+        Some(locality) => match text(locality) {
+            Some("LOCAL") => Ok(tier),
+            Some("REMOTE") => Ok(Tier::Store),
+            _ => Err(unknown(locality)),
+        },
     }
-    match medium.map(text) {
-        None | Some(Some("GPU")) => Medium::Device,
-        Some(Some("CPU")) => Medium::Host,
-        Some(_) => Medium::Elsewhere,
-    }
+}
+
+/// Returns the tier of a medium, as engines name it; `None` if the name is unknown. Case has no meaning: vLLM's Mooncake connector writes `cpu`.
+pub fn tier_of_medium(name: &str) -> Option<Tier> {
+    Some(match &*name.to_ascii_uppercase() {
+        "GPU" => Tier::Device,
+        "CPU" | "CPU_PINNED" => Tier::Host,
+        "DISK" | "STORAGE" => Tier::Disk,
+        "EXTERNAL" => Tier::Store,
+        _ => return None,
+    })
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
 use tandem_adapter::{
     llama_cpp::LlamaCppSettings,
-    vllm::{KvEvents, VllmSettings},
+    vllm::{KvEvents, SharedStore, VllmSettings},
 };
 use tandem_kv::HashKey;
 use tandem_process::Secret;
@@ -57,6 +57,15 @@ pub struct ExternalArgs {
     /// not at all
     #[arg(long, env = "TANDEM_ENGINE_KV_LEASE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=3_600))]
     pub engine_kv_lease: u64,
+
+    /// Store that several servers share, such as STORAGE=nfs or CPU=mooncake: the medium that KV events name for it, and a name that is equal
+    /// for all servers that load each other's blocks from it
+    #[arg(long, env = "TANDEM_ENGINE_SHARED_STORE", value_name = "MEDIUM=NAME", value_parser = shared_store)]
+    pub engine_shared_store: Option<String>,
+}
+
+fn shared_store(text: &str) -> Result<String, String> {
+    text.parse::<SharedStore>().map(|_| text.to_owned())
 }
 
 /// How external engines move KV to each other.
@@ -94,6 +103,7 @@ impl ExternalArgs {
             waiting_max: limits.waiting_max as usize,
             nixl: self.engine_kv_connector == KvConnector::Nixl,
             kv_lease: Duration::from_secs(self.engine_kv_lease),
+            shared_store: self.engine_shared_store.as_ref().and_then(|store| store.parse().ok()),
             silence_max: limits.silence_max,
         }
     }

@@ -3,7 +3,7 @@
 use crate::text_table::text_table_with_gap;
 use clap::ValueEnum;
 use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
-use tandem_proto::v1::{StepTotals, UnavailableWorker, WorkerView, WorkersReply};
+use tandem_proto::v1::{StepTotals, TierView, UnavailableWorker, WorkerView, WorkersReply};
 
 /// The columns, from left to right: texts first, which are aligned to the left, then numbers.
 /// By which column the rows are sorted, and whether in descending order.
@@ -284,13 +284,23 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .collect()
 }
 
-/// Returns notes for the operator about a worker: the reason why it is unpaired, how its index is corrected, and that its index is approximate.
+/// Returns notes for the operator about a worker: the reason why it is unpaired, how its index is corrected, that its index is approximate, and its
+/// tiers.
 fn notes(worker: &WorkerView) -> Vec<String> {
     let Some(info) = &worker.info else { return Vec::new() };
     let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";
     let approximate = info.approximate_index.then(|| assumed.to_owned());
-    let notes = worker.unpaired_reason.iter().chain(&worker.index_note).cloned().chain(approximate);
+    let notes = worker.unpaired_reason.iter().chain(&worker.index_note).cloned().chain(approximate).chain(tiers(&worker.tiers));
     notes.map(|note| format!("{}: {note}", info.worker_id)).collect()
+}
+
+/// Returns the number of blocks in each tier, and what loading them takes; `None` if there are none outside of the device.
+fn tiers(tiers: &[TierView]) -> Option<String> {
+    let text = |TierView { tier, blocks, load_ms_per_token }: &TierView| {
+        let load = load_ms_per_token.map(|ms| format!(" ({ms:.3} ms to load a token)"));
+        format!("{tier} {blocks}{}", load.unwrap_or_default())
+    };
+    (!tiers.is_empty()).then(|| format!("blocks by tier: {}", tiers.iter().map(text).collect::<Vec<_>>().join(", ")))
 }
 
 fn health(worker: &WorkerView) -> &'static str {

@@ -5,7 +5,7 @@ use crate::{audit::LastAudit, clock::unix_ms, dispatch::DispatchError};
 use futures::{StreamExt, future::OptionFuture};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
-use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply};
+use tandem_proto::v1::{Identity, Load, PlacementTotals, TierView, WorkerInfo, WorkerView, WorkersReply};
 
 /// Each router's view of the cluster, by the router's address.
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
@@ -106,6 +106,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "problem": problem,
         "approximate_index": info.approximate_index,
         "index_note": views.iter().find_map(|view| view.index_note.as_ref()),
+        "tiers": latest.tiers.iter().map(tier).collect::<Vec<_>>(),
         "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
         // This is no sum: each router's number includes the bookings of the other routers.
         "bookings": views.iter().map(|view| view.bookings).max(),
@@ -125,6 +126,10 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
             "overlap_under_tokens": placed.overlap_under_tokens,
         })),
     })
+}
+
+fn tier(tier: &TierView) -> Value {
+    json!({ "tier": tier.tier, "blocks": tier.blocks, "load_ms_per_token": tier.load_ms_per_token })
 }
 
 fn loads(load: &Load) -> Value {

@@ -1,9 +1,10 @@
 //! Members as candidates for a placement.
 
 use super::{ClusterMembers, Member, MemberPrefix};
-use crate::{rates::Measurement, route::Candidate, settings::Costs};
-use std::collections::BTreeSet;
-use tandem_kv::{InstanceId, SequenceHash};
+use crate::{cluster::loads, rates::Measurement, route::Candidate, settings::Costs};
+use std::collections::{BTreeMap, BTreeSet};
+use tandem_kv::{ByTier, InstanceId, SequenceHash, Tier};
+use tandem_proto::v1;
 use tokio::time::Instant;
 
 impl ClusterMembers {
@@ -19,17 +20,34 @@ impl ClusterMembers {
     ) -> Vec<Candidate> {
         let ((reported, held), predicted, now) = (self.index.lookup(hashes), self.predictions.leading_blocks(hashes), self.now());
         let unreported = self.unreported.leading_blocks(hashes, now);
+        let chains = self.index.tier_chains(hashes);
+        let chains_of = |member: &Member| chains.get(member.slot.0 as usize).copied().unwrap_or([None; 4]);
+        let stores = self.store_blocks(&chains_of);
         let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            let (indexed, late) = (of(&reported, member), of(&unreported, member));
+            let (own, late, computed) = (of(&reported, member), of(&unreported, member), of(&predicted, member));
+            let stored = stores.get(&*member.info.shared_store).copied().unwrap_or(0);
             // Without its reuse points, it is unknown how much of an unreported prompt a hybrid model can reuse.
-            let is_known = late > indexed && !self.index.has_first(member.slot, SequenceHash::REUSE_POINTS);
-            let held = if held.is_empty() { indexed } else { of(&held, member) };
-            let prefix = member.prefix(held, indexed, if is_known { late } else { indexed }, of(&predicted, member));
-            Candidate { excluded, ..member.candidate(prefix, now, costs) }
+            let is_known = late.max(stored) > own && !self.index.has_first(member.slot, SequenceHash::REUSE_POINTS);
+            let (late, stored) = if is_known { (late, stored) } else { (0, 0) };
+            let indexed = own.max(stored);
+            let held = if held.is_empty() { indexed } else { of(&held, member).max(stored) };
+            let prefix = member.prefix(held, indexed, indexed.max(late), computed);
+            let tier_blocks = loads::tier_blocks(chains_of(member), own, late.max(computed), prefix.overlap_blocks);
+            Candidate { excluded, tier_blocks, ..member.candidate(prefix, now, costs) }
         };
         members.iter().map(candidate).collect()
+    }
+
+    /// Returns the number of a prompt's leading blocks in each store that workers share: what one of its workers has reported in it.
+    fn store_blocks(&self, chains_of: &impl Fn(&Member) -> ByTier<Option<u32>>) -> BTreeMap<&str, u32> {
+        let mut stores = BTreeMap::new();
+        for member in self.values().filter(|member| !member.info.shared_store.is_empty()) {
+            let blocks = stores.entry(&*member.info.shared_store).or_insert(0);
+            *blocks = chains_of(member)[Tier::Store.index()].unwrap_or(0).max(*blocks);
+        }
+        stores
     }
 }
 
@@ -54,6 +72,8 @@ impl Member {
             reported_blocks: prefix.reported_blocks,
             known_blocks: prefix.known_blocks,
             overlap_blocks: prefix.overlap_blocks,
+            tier_blocks: [prefix.overlap_blocks, 0, 0, 0],
+            load_ms_per_token: self.loads.measurements(now, costs),
             predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
             queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens),
@@ -87,6 +107,17 @@ impl Member {
         }
     }
 
+    /// Returns the tiers in which the member holds blocks; none if it holds them on its device only.
+    pub(in crate::cluster) fn tiers(&self) -> Vec<v1::TierView> {
+        let tiers = Tier::ALL.into_iter().zip(self.load.tier_blocks);
+        let view = |(tier, blocks): (Tier, u32)| v1::TierView {
+            tier: tier.name().to_owned(),
+            blocks,
+            load_ms_per_token: self.loads.ms_per_token(tier),
+        };
+        tiers.map(view).filter(|tier| tier.blocks > 0 || tier.load_ms_per_token.is_some()).collect()
+    }
+
     /// Records how many of the member's blocks are in the index.
     pub(in crate::cluster) fn on_indexed(&mut self, blocks: u64) {
         self.series.index_blocks.set(blocks as f64);
@@ -98,6 +129,11 @@ impl Member {
     /// Exports what was learned from the latest prompts.
     pub(in crate::cluster) fn export_findings(&self) {
         self.series.findings.index_excess.set(self.findings.correction().blocks());
+        for tier in Tier::ALL {
+            if let Some(ms) = self.loads.ms_per_token(tier) {
+                self.series.show_load_ms(&self.info.worker_id, tier.name(), ms);
+            }
+        }
         self.series.findings.reports_nothing.set(f64::from(u8::from(self.findings.is_silent())));
     }
 }

@@ -1,6 +1,8 @@
 use super::*;
+use crate::mirror::{Mirror, MirrorSettings};
 use proptest::prelude::*;
 use rmpv::Value;
+use tandem_kv::{HashKey, Namespace, SequenceHash};
 
 /// Payloads that vLLM 0.32.0 published, as hexadecimal digits.
 const STORED: &str = include_str!("../../../testdata/vllm-0.32/stored.hex");
@@ -37,7 +39,7 @@ fn recorded_stored_event_is_decoded() {
     assert_eq!((&stored.parent, stored.block_size, stored.tokens.len()), (&None, 32, 64));
     assert_eq!(stored.tokens[..4], [1, 20, 7939, 15858]);
     assert_eq!(stored.extra_keys, [ExtraKeys::Text("a1b2c3d4e5f60719".to_owned()), ExtraKeys::None]);
-    assert_eq!((stored.medium, stored.group, stored.kind.as_deref()), (Medium::Device, Some(0), Some("full_attention")));
+    assert_eq!((&stored.tier, stored.group, stored.kind.as_deref()), (&Ok(Tier::Device), Some(0), Some("full_attention")));
     assert_eq!((&stored.lora, &stored.session), (&None, &None));
 }
 
@@ -67,7 +69,7 @@ fn recorded_removals_are_decoded_one_by_one_before_the_stored_blocks() {
     assert_eq!(removed.len(), 25);
     for event in removed {
         let EngineEvent::Removed(removed) = event else { panic!("{event:?}") };
-        assert_eq!((removed.hashes.len(), removed.medium, removed.group), (1, Medium::Device, Some(0)));
+        assert_eq!((removed.hashes.len(), &removed.tier, removed.group), (1, &Ok(Tier::Device), Some(0)));
     }
 }
 
@@ -87,13 +89,13 @@ fn array_events_of_older_vllm_versions_are_decoded() {
             block_size: 1,
             lora: None,
             extra_keys: Vec::new(),
-            medium: Medium::Device,
+            tier: Ok(Tier::Device),
             group: None,
             kind: None,
             window_tokens: None,
             session: None,
         }),
-        EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: None }),
+        EngineEvent::Removed(BlocksRemoved { hashes, tier: Ok(Tier::Device), group: None }),
         EngineEvent::Cleared,
     ];
     assert_eq!(batch.events, expected);
@@ -119,11 +121,89 @@ fn unknown_events_fields_and_media_are_tolerated() {
         named("BlockRemoved", &[hashes(), ("medium", "CPU".into()), ("locality", "LOCAL".into())]),
     ]));
     let medium = |event: EngineEvent| match event {
-        EngineEvent::Removed(removed) => removed.medium,
+        EngineEvent::Removed(removed) => removed.tier,
         other => panic!("{other:?}"),
     };
     let media: Vec<_> = batch.unwrap().events.into_iter().map(medium).collect();
-    assert_eq!(media, [Medium::Host, Medium::Elsewhere, Medium::Elsewhere, Medium::Host]);
+    assert_eq!(media, [Ok(Tier::Host), Err(UnknownMedium("TAPE".to_owned())), Ok(Tier::Store), Ok(Tier::Host)]);
+}
+
+#[test]
+fn media_are_tiers_in_any_case() {
+    let tier = |medium: &str, locality: Option<&str>| {
+        let locality = locality.map(|locality| ("locality", locality.into()));
+        let fields: Vec<_> =
+            [("block_hashes", Value::Array(vec![1.into()])), ("medium", medium.into())].into_iter().chain(locality).collect();
+        match decode(&batch_of(vec![named("BlockRemoved", &fields)])).unwrap().events.remove(0) {
+            EngineEvent::Removed(removed) => removed.tier,
+            other => panic!("{other:?}"),
+        }
+    };
+    let names = ["GPU", "CPU", "cpu", "CPU_PINNED", "Disk", "STORAGE", "external"];
+    let tiers = [Tier::Device, Tier::Host, Tier::Host, Tier::Host, Tier::Disk, Tier::Disk, Tier::Store];
+    assert_eq!(names.map(|name| tier(name, None)), tiers.map(Ok));
+    assert_eq!([tier("STORAGE", Some("LOCAL")), tier("STORAGE", Some("REMOTE"))], [Ok(Tier::Disk), Ok(Tier::Store)]);
+    assert_eq!(tier("STORAGE", Some("ORBIT")), Err(UnknownMedium("ORBIT".to_owned())));
+    assert_eq!(tier(&"X".repeat(5_000), None), Err(UnknownMedium("X".repeat(MEDIUM_CHARS_MAX))));
+}
+
+/// Events as the public definitions of vLLM's OffloadingConnector describe them, with `self_describing_kv_events` and a file system as second tier.
+#[test]
+fn events_of_offloaded_blocks_keep_them_known_in_their_tier() {
+    let (key, namespace) = (HashKey::NONE, Namespace::new("m", "", "", ""));
+    let salt = Value::from(crate::salt::cache_salt(&key, &namespace));
+    let stored = |hash: u64, medium: &str, tokens: std::ops::Range<u64>, more: &[(&str, Value)]| {
+        let parent = if hash > 1 { (hash - 1).into() } else { Value::Nil };
+        let keys = if hash > 1 { Value::Nil } else { Value::Array(vec![salt.clone()]) };
+        let fields = [
+            ("block_hashes", Value::Array(vec![hash.into()])),
+            ("parent_block_hash", parent),
+            ("token_ids", Value::Array(tokens.map(Value::from).collect())),
+            ("block_size", 4.into()),
+            ("lora_id", Value::Nil),
+            ("medium", medium.into()),
+            ("lora_name", Value::Nil),
+            ("extra_keys", Value::Array(vec![keys])),
+            ("group_idx", 0.into()),
+            ("kv_cache_spec_kind", "full_attention".into()),
+        ];
+        named("BlockStored", &[&fields, more].concat())
+    };
+    let removed = |hash: u64, medium: &str| {
+        let fields = [("block_hashes", Value::Array(vec![hash.into()])), ("medium", medium.into()), ("group_idx", 0.into())];
+        named("BlockRemoved", &fields)
+    };
+    let mut mirror = Mirror::new(MirrorSettings {
+        hash_key: key,
+        block_size: 4,
+        engine_block_size: 4,
+        device_blocks: 100,
+        hits_are_reported: false,
+        store: Some(Tier::Disk),
+        engine_blocks_max: 100,
+    })
+    .unwrap();
+    let prompt: Vec<u32> = (0..16).collect();
+    let blocks = |from: u64, medium: &str| (from..5).map(|hash| stored(hash, medium, hash * 4 - 4..hash * 4, &[])).collect();
+    let mut found = |events: Vec<Value>| {
+        mirror.apply(&decode(&batch_of(events)).unwrap().events);
+        mirror.cached_prefix(&namespace, &prompt)
+    };
+    assert_eq!(found(blocks(1, "GPU")), [4, 0, 0, 0]);
+    assert_eq!(found(blocks(1, "CPU")), [4, 0, 0, 0]);
+    assert_eq!(found((2..5).rev().map(|hash| removed(hash, "GPU")).collect()), [1, 3, 0, 0]);
+    // The host's memory is full, so the last blocks move to the shared file system.
+    assert_eq!(found((3..5).map(|hash| stored(hash, "STORAGE", 0..0, &[("locality", "REMOTE".into())])).collect()), [1, 3, 0, 0]);
+    assert_eq!(found((3..5).rev().map(|hash| removed(hash, "CPU")).collect()), [1, 1, 0, 2]);
+    // A promotion loads them again.
+    assert_eq!(found(blocks(3, "CPU")), [1, 3, 0, 0]);
+    assert_eq!(found(vec![removed(2, "CPU"), removed(3, "STORAGE"), removed(4, "storage")]), [1, 0, 0, 0]);
+    assert_eq!(found(vec![stored(2, "GPU", 4..8, &[])]), [2, 2, 0, 0]);
+    assert_eq!(found(vec![named("AllBlocksCleared", &[])]), [0; 4]);
+    assert_eq!((mirror.unroutable().medium, mirror.ignored_kinds().len()), (0, 0));
+    mirror.apply(&decode(&batch_of(vec![stored(1, "TAPE", 0..4, &[])])).unwrap().events);
+    assert_eq!(mirror.ignored_kinds().iter().collect::<Vec<_>>(), ["medium TAPE"]);
+    assert!(mirror.snapshot().stored.iter().any(|chain| chain.sequence_hashes == [SequenceHash::UNFOLLOWED_LAYERS]));
 }
 
 #[test]

@@ -71,8 +71,13 @@ function card(worker, blockSize) {
     el('p', {}, `${count(load.running_sequences)} running · ${count(load.waiting_requests)} waiting · ${count(worker.bookings)} booked`),
     load.pending_prefill_tokens > 0 ? el('p', {}, `${count(load.pending_prefill_tokens)} tokens to prefill`) : null,
     measured && el('p', { class: 'quiet' }, measured),
+    worker.tiers.length > 0 && el('p', { class: 'quiet' }, `blocks by tier: ${worker.tiers.map(tier).join(' · ')}`),
     worker.index_note && el('p', { class: 'quiet' }, `${worker.index_note}; predictions are corrected`),
     worker.approximate_index && el('p', { class: 'quiet' }, 'cache assumed from requests: its engine publishes no KV events'));
+}
+
+function tier({ tier: name, blocks, load_ms_per_token: ms }) {
+  return `${name} ${count(blocks)}${ms ? ` (${ms.toPrecision(2)} ms to load a token)` : ''}`;
 }
 
 // Shows the use of a worker's KV memory.
