@@ -120,7 +120,7 @@ impl EngineFailure {
             Self::Connection(error) if error.cannot_have_ended_the_server() => {
                 Some(Refusal::Unusable(Cow::Owned(error_chain(error))))
             }
-            // The engine may have ended under the request.
+            // The request may have ended the engine, so the worker reports a failure.
             Self::Failed(_) | Self::Connection(_) => None,
         }
     }

@@ -8,7 +8,7 @@
 //! - Every identified block in the engine's device or host memory is counted as often as the engine has reported it, because engines keep
 //!   duplicates.
 //! - A Tandem block is *reported* while an engine block holds it and its parent is reported. So the reported blocks are prefix-closed, as
-//!   the router's index needs them, even while an engine has dropped a block and kept its children.
+//!   the router's index requires, even while an engine has dropped a block and kept its children.
 //! - A snapshot and the mirror's later events together give the blocks that are reported now.
 //!
 //! If a model has several groups of layers, the blocks of the first one with full attention are mirrored. The others decide up to which of these
@@ -151,7 +151,7 @@ impl Mirror {
     /// Returns the maximum number of blocks in the mirror.
     pub fn cached_blocks_max(&self) -> u32 {
         let MirrorSettings { block_size, engine_block_size, device_blocks, engine_blocks_max, .. } = self.settings;
-        // Each engine block may also be a reuse point, and two more blocks say that there are reuse points or unknown layers.
+        // Each engine block may add a reuse point. Two more markers say that there are reuse points and layers that are not followed.
         let identified = engine_blocks_max.saturating_mul((engine_block_size / block_size) as usize + 1).saturating_add(2);
         device_blocks.max(identified.try_into().unwrap_or(u32::MAX))
     }
@@ -199,7 +199,7 @@ impl Mirror {
         self.blocks.snapshot()
     }
 
-    /// Returns the number of the engine's blocks that are reported.
+    /// Returns the number of reported Tandem blocks, without reuse points and other markers.
     pub fn cached_blocks(&self) -> usize {
         self.blocks.reported() - self.groups.reported() - usize::from(!self.ignored_kinds.is_empty())
     }
@@ -305,7 +305,7 @@ impl Mirror {
     /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
     fn hold_followed(&mut self, position: usize, stored: &BlocksStored) {
         let is_whole = stored.hashes.len().checked_mul(stored.block_size as usize) == Some(stored.tokens.len());
-        // The blocks from the start of a prompt may have been stored, or found in the cache: what is held in both cases counts.
+        // An event from the start of a prompt may report stored blocks or cache hits. Only blocks that the group holds in both cases count.
         let found = (self.settings.hits_are_reported && stored.parent.is_none() && is_whole)
             .then(|| self.groups.found(position, &stored.hashes));
         let held = found.as_deref().unwrap_or(&stored.hashes);
@@ -335,7 +335,7 @@ impl Mirror {
         }
     }
 
-    /// Finds out again which of these engine blocks, and of the blocks after them, are reuse points.
+    /// Determines again which of these engine blocks, and of the blocks after them, are reuse points.
     fn refresh(&mut self, engine_hashes: &[EngineHash]) {
         for hash in engine_hashes {
             if let Some(Before::Block(last)) = self.engine_blocks.get(hash).map(EngineBlock::last) {
@@ -380,7 +380,7 @@ impl Mirror {
         }
     }
 
-    /// Reports that some layers are not followed, if so.
+    /// Reports [`SequenceHash::UNFOLLOWED_LAYERS`] if some layers are not followed.
     fn mark_unfollowed(&mut self) {
         if !self.ignored_kinds.is_empty() && !self.blocks.holds(SequenceHash::UNFOLLOWED_LAYERS) {
             self.blocks.hold(None, SequenceHash::UNFOLLOWED_LAYERS, Tier::Device);

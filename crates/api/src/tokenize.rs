@@ -31,7 +31,7 @@ pub struct TokenizeRequest {
     pub model: Option<String>,
     /// The text to encode.
     pub prompt: Option<String>,
-    /// Whether the body is a conversation, which is parsed as a chat then.
+    /// Present if the body is a conversation, which is then parsed as a chat.
     pub messages: Option<IgnoredAny>,
     /// Whether the model's beginning-of-sequence token is added.
     pub add_special_tokens: Option<bool>,

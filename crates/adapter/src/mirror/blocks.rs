@@ -36,8 +36,7 @@ struct MirrorBlock {
 }
 
 impl MirrorBlocks {
-    /// Records that one more of the engine's blocks holds this block in the tier. `parent` is used only if no other block of the engine
-    /// holds it.
+    /// Records that one more of the engine's blocks holds this block in the tier. `parent` is ignored if the block is already held.
     pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
         match self.held.entry(hash) {
             Entry::Occupied(mut entry) => *entry.get_mut().count(tier) += 1,

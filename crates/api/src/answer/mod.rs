@@ -49,7 +49,7 @@ pub struct AnswerContext {
     /// The time at which the answer began, in seconds since 1970.
     created: u64,
     request_id: String,
-    /// Set if the answer is streamed.
+    /// The usage that a streamed answer reports; `None` if the answer is not streamed.
     stream: Option<StreamUsage>,
     /// The number of answers to each prompt.
     samples: usize,
@@ -150,7 +150,7 @@ pub struct Delta {
     pub token_ids: Vec<TokenId>,
     /// The number of these tokens that are reasoning.
     pub reasoning_tokens: u32,
-    /// Why the sample has ended; `None`: it has not.
+    /// The reason why the sample has ended; `None` if it has not ended.
     pub finish: Option<FinishReason>,
     /// The stop string at which the sample ended; `None` if it has not ended, or has ended for another reason.
     pub stop_string: Option<String>,
@@ -201,7 +201,7 @@ pub struct TokenLogprobs {
 
 /// Writes an answer in one format.
 pub trait AnswerFormat: Send {
-    /// Appends what follows from a part of the answer to the prompt with this index.
+    /// Appends the bytes for a part of the answer to the prompt with this index.
     fn write(&mut self, context: &AnswerContext, out: &mut Vec<u8>, prompt: usize, part: AnswerPart);
 
     /// Appends the end of the answer. An answer that is not streamed consists of only this.

@@ -219,7 +219,7 @@ impl AnswerFormat for ResponseFormat {
     }
 
     fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &AnswerFailure<'_>) {
-        // These are the codes of this API for errors of a server.
+        // The codes are those of OpenAI's Responses API.
         let code = if failure.status >= 500 { "server_error" } else { "invalid_prompt" };
         let object = self.object(context, "failed", json!({ "code": code, "message": failure.message }));
         self.event(context, out, "response.failed", json!({ "response": object }));
