@@ -32,7 +32,7 @@ const WAIT_INTERVAL: Duration = Duration::from_secs(1);
 pub fn check(args: &ReadyArgs) -> Result<()> {
     let mut printed = String::new();
     loop {
-        // A cluster that starts meanwhile is found.
+        // Each check looks for the server again, so a cluster that starts meanwhile is found.
         let server = args.server.open("tandem ready", None)?;
         let reason = match answer(&server) {
             Ok(HttpReply { status: 200, .. }) => return Ok(()),

@@ -138,7 +138,7 @@ impl ChatSession {
         }
     }
 
-    /// Sets the system message; an empty one is removed. The messages after it stay.
+    /// Sets the system message; an empty text removes it. The other messages stay.
     fn set_system(&mut self, text: &str) {
         self.messages.retain(|message| message["role"] != "system");
         if !text.is_empty() {
@@ -213,7 +213,7 @@ impl ChatSession {
             self.messages.push(json!({ "role": "assistant", "content": text }));
         }
         if is_refused {
-            // Reasoning may have arrived: the error is not part of it.
+            // If reasoning was printed, it is ended before the error is shown.
             let begun = format.filter(|_| summary.first.is_some());
             write(&begun.map_or_else(String::new, |mut format| format.end("")))?;
         } else {
