@@ -100,7 +100,7 @@ fn every_port_refuses_processes_without_a_certificate_of_the_cluster() {
     let cluster = Cluster::start(&ours);
     until("the routers are connected", || cluster.plan.view().peers, |peers| *peers == 1);
     chat(cluster.frontend(), &"a prompt of many blocks ".repeat(30));
-    // Each process has two ports: for gRPC (of a frontend: for clients), and for metrics. The ports for metrics serve no calls of the cluster.
+    // Each process has a port for gRPC (a frontend: for clients) and one for metrics, which serves no calls of the cluster.
     for (name, process) in &cluster.processes {
         let ports = ports(process);
         assert_eq!(ports.len(), 2, "the ports of the {name}: {ports:?}");

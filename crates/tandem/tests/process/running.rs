@@ -125,7 +125,7 @@ fn file_of_a_killed_cluster_is_removed_and_one_that_others_may_read_is_refused()
     assert_eq!(user.top(&[]).0, Some(0));
     drop(up);
 
-    // A folder of other users' is not used: the state folder takes its place.
+    // A folder that other users can read is not used: the state folder takes its place.
     let folder = user.0.path().join("run/tandem");
     set_mode(&folder, 0o755);
     let _up = user.up(&[]);

@@ -11,7 +11,7 @@ use std::{
     process::{Child, Stdio},
 };
 
-/// Starts `up` in front of an engine that no server answers for.
+/// Starts `up` for an engine whose server does not answer.
 fn waiting_for_its_engine(at: SocketAddr) -> Up {
     let args = ["up", "--engine", "llama-cpp", "--engine-url", "http://127.0.0.1:1", "--listen", &at.to_string()];
     let folder = tempfile::tempdir().expect("the system can create a temporary folder");
