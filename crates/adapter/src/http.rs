@@ -13,7 +13,6 @@ pub(crate) use tandem_client::{HttpError, whole};
 use tandem_process::Secret;
 use tokio::time::timeout;
 
-/// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of an answer that is not streamed, and of one event of a stream, in bytes. The longest answers are the metrics of a server
 /// with many ranks.

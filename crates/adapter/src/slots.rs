@@ -21,7 +21,7 @@ pub(crate) struct SlotLimits {
 /// Of this many submitted requests, one is the oldest in the queue, whatever its priority, so that no request starves.
 const OLDEST_EVERY: u64 = 8;
 
-/// A flow: the requests of one account with equal rank across accounts. The fields are this rank, of which lower values are served earlier, and the
+/// A flow is the requests of one account that have one rank across accounts. The fields are the rank (the lowest is served first) and the
 /// account.
 type SlotFlow = (i32, Arc<str>);
 /// The order in which a flow's requests are submitted: by priority within the account, then by arrival.

@@ -132,7 +132,6 @@ impl Converted {
     }
 }
 
-/// Returns the name of a tool.
 fn name(tool: &Map<String, Value>, at: &str) -> Result<String, RequestError> {
     let name = tool.get("name").and_then(Value::as_str).filter(|name| !name.is_empty());
     name.map(str::to_owned).ok_or_else(|| RequestError::invalid(format!("{at}.name"), Problem::Missing))

@@ -81,7 +81,6 @@ pub fn run(args: &CertArgs) -> Result<String> {
 
 /// The domain in the names of processes. No process compares it.
 const DOMAIN: &str = "tandem.internal";
-/// How many days an authority is valid.
 const AUTHORITY_DAYS: u32 = 3_650;
 
 fn authority_params(cluster: &str) -> Result<CertificateParams> {

@@ -111,7 +111,7 @@ impl ServerArgs {
     }
 }
 
-/// Where the server of a command is.
+/// The server to which a command connects.
 pub(crate) struct ServerPlace {
     pub(crate) address: ServerAddress,
     /// The file with the certificates that may sign the server's certificate; `None` if only the public authorities may.
@@ -162,7 +162,6 @@ pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option
     RunningCluster::all(folders).ok()?.into_iter().find(is_named)
 }
 
-/// A server over HTTP.
 pub(crate) struct HttpServer {
     pub(crate) address: ServerAddress,
     key: Option<String>,
@@ -311,7 +310,7 @@ pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
 
 /// Returns the protocol of a server that does not answer HTTP/1.1; `None` if no server accepts the connection.
 fn protocol(at: &str) -> Option<&'static str> {
-    // The beginning of a connection with HTTP/2, and an empty SETTINGS frame.
+    // The HTTP/2 connection preface, with an empty SETTINGS frame.
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
     let mut stream = at.to_socket_addrs().ok()?.find_map(|at| TcpStream::connect_timeout(&at, PROBE_TIMEOUT).ok())?;
     let mut head = [0; 4];

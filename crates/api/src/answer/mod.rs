@@ -38,7 +38,8 @@ pub struct AnswerContext {
     pub model: Arc<ServedModel>,
     /// The answer's id.
     pub id: String,
-    /// The usage, up to the last part for which [`has_usage_at`](Self::has_usage_at) is true, or of the whole answer once it has ended.
+    /// The usage up to the last part for which [`has_usage_at`](Self::has_usage_at) is true; once the answer has ended, of the whole
+    /// answer.
     pub usage: Usage,
     /// The router's estimate of the cached tokens, as of the answer's beginning, while the usage does not have them.
     pub cached_estimate: Option<u32>,

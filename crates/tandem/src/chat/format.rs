@@ -105,7 +105,7 @@ enum LineState {
     Complete,
 }
 
-/// The text that begins with a mark.
+/// The text from a mark on.
 #[derive(Debug, PartialEq)]
 enum MarkedText {
     /// The text between marks of `mark` bytes, which has `len` bytes.
@@ -123,7 +123,6 @@ pub(super) struct TerminalAnswer {
     held: String,
     /// Whether the kind of the current line is decided.
     is_begun: bool,
-    /// The style of the current line's text.
     line_style: TextStyle,
     /// Whether the text is within a block of code.
     is_code: bool,
@@ -268,7 +267,7 @@ impl TerminalAnswer {
     }
 }
 
-/// Returns what begins with the mark's character at the start of `rest`. `before` is the character before it.
+/// Classifies the text `rest`, which starts with a mark's character. `before` is the character before `rest`.
 fn marked(rest: &str, before: char, state: LineState) -> MarkedText {
     let mark = rest.chars().next().unwrap_or_default();
     let after = rest.trim_start_matches(mark);

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn first_flags_exist() {
+    fn flags_of_the_short_help_exist() {
         let command = Cli::command();
         for (id, _) in FIRST_FLAGS {
             assert!(command.get_subcommands().any(|role| role.get_arguments().any(|arg| arg.get_id() == id)), "{id}");

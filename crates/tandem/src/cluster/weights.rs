@@ -59,7 +59,7 @@ enum ModelDevice {
 pub(super) struct DeviceShare {
     /// The number of engines, which share the memory.
     pub(super) engines: u32,
-    /// Whether the engine's work runs before that of engines that are not urgent.
+    /// Whether the engine's work runs before that of other engines.
     pub(super) urgent: bool,
 }
 

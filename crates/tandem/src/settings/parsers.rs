@@ -56,7 +56,7 @@ impl<T: ValueEnum> fmt::Display for ForModel<T> {
     }
 }
 
-/// The names of all parsers.
+/// Returns the names of all parsers of a kind.
 fn names<T: ValueEnum>() -> String {
     let names: Vec<String> =
         T::value_variants().iter().filter_map(T::to_possible_value).map(|value| value.get_name().to_owned()).collect();
