@@ -46,7 +46,7 @@ pub struct Options {
     pub stop: Vec<String>,
     /// Isolates the cache: only requests with the same salt share KV.
     pub cache_salt: String,
-    /// The usage that a streamed answer reports; `None` if the answer is not streamed.
+    /// The usage in a streamed answer; `None` if the answer is not streamed.
     pub stream: Option<StreamUsage>,
     /// How tokens become text.
     pub text: TextOptions,

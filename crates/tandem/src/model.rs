@@ -76,7 +76,6 @@ mod tests {
     use std::fs;
     use tandem_model_store::StoreFolder;
 
-    /// Returns a store with these files.
     fn store(files: &[&str]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         for file in files {

@@ -49,7 +49,7 @@ impl ResponseFormat {
         Self { request, origins, items: Vec::new(), open: false, finish: None, sequence_number: 0 }
     }
 
-    /// Returns the whole object.
+    /// Returns the response object.
     fn object(&self, context: &AnswerContext, status: &str, error: Value) -> Value {
         let ended = !matches!(status, "in_progress");
         let incomplete = (status == "incomplete").then(|| json!({ "reason": "max_output_tokens" }));

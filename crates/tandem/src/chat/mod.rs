@@ -249,7 +249,7 @@ fn models(server: &HttpServer, key_env: &str) -> Result<Vec<String>> {
     Ok(ids.map(str::to_owned).collect())
 }
 
-/// Parses a reply. Fails with advice if it is an error or not OpenAI's.
+/// Parses a reply. Fails with advice if it is an error or not in OpenAI's format.
 fn check(status: u16, body: &str, server: &ServerAddress, key_env: &str) -> Result<Value> {
     let parsed = serde_json::from_str::<Value>(body);
     let message = parsed.as_ref().ok().and_then(|body| {

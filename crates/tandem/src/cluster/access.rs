@@ -17,7 +17,6 @@ pub(super) struct ApiAccess {
     listens: SocketAddr,
     /// The file with the certificate; `None`: the API is served without TLS.
     certificate: Option<PathBuf>,
-    /// Whether clients need an API key.
     pub(super) needs_key: bool,
 }
 

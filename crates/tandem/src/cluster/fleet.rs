@@ -61,7 +61,6 @@ pub(super) async fn workers(
             workers.push(Worker { id, role, address, advertise: None, model, loras, engine: None, kv_tokens });
         }
     }
-    // Prefill workers are listed first.
     workers.sort_by_key(|worker| worker.role != Role::Prefill);
     Ok((workers, models.0.into_iter().map(|(served, _)| served).collect()))
 }

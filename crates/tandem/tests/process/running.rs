@@ -21,7 +21,6 @@ impl User {
         Self(tempfile::tempdir().expect("the system can create a temporary folder"))
     }
 
-    /// Returns a command of this user.
     fn command(&self, args: &[&str]) -> Command {
         let mut command = tandem(args);
         command.env("XDG_RUNTIME_DIR", self.0.path().join("run")).env("XDG_STATE_HOME", self.0.path().join("state"));

@@ -16,7 +16,7 @@ pub(super) const MESSAGE_MAX: usize = crate::vllm::events::PAYLOAD_MAX;
 pub(super) const FRAMES_MAX: usize = 8;
 /// The number of bytes that are read at once.
 const READ: usize = 64 << 10;
-/// The length of a greeting.
+/// The length of a greeting, in bytes.
 const GREETING: usize = 64;
 /// The flags of a frame.
 const MORE: u8 = 1;
