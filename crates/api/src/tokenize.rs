@@ -56,7 +56,7 @@ impl JsonSchema for TokenizeRequest {
             "required": ["prompt"],
             SERVED: NAMES_MODEL,
         });
-        // The fields of a chat request that affect its prompt. Its other fields are accepted, too.
+        // The schema lists only the fields of a chat that affect its prompt. The chat's other fields are accepted, too.
         let mut chat = ChatRequest::json_schema(generator);
         let mut properties = chat.remove("properties").unwrap_or_default();
         if let Some(properties) = properties.as_object_mut() {

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn existing_authority_is_named_with_its_fingerprint() {
+    fn output_names_an_existing_authority_by_its_fingerprint() {
         let place = tempfile::tempdir().expect("the system can create a temporary folder");
         let folder = place.path().join("certs");
         assert!(!cert(&folder).expect("the folder is new").contains("existing"));

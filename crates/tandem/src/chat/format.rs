@@ -110,7 +110,7 @@ enum LineState {
 enum MarkedText {
     /// The text between marks of `mark` bytes, which has `len` bytes.
     Span { mark: usize, len: usize, style: TextStyle },
-    /// This many bytes are not a mark.
+    /// This many bytes are plain text, not a mark.
     Literal(usize),
     /// The end of the mark may still arrive.
     Undecided,

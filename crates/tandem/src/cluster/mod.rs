@@ -99,7 +99,7 @@ impl Worker {
     }
 }
 
-/// Returns the tokens that fit into the engine's KV memory.
+/// Returns the number of tokens that fit into the engine's KV memory.
 fn kv_tokens(engine: &EngineHandle) -> u64 {
     let info = engine.info();
     u64::from(info.capacity_blocks) * u64::from(info.block_size)
