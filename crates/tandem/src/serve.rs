@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_counted_by_their_end() {
+    fn answers_are_counted_by_how_they_ended() {
         let metrics = Metrics::default();
         for (code, count) in [("200", 3), ("499", 2), ("503", 1)] {
             let labels = [("endpoint", "/v1/chat/completions"), ("model", "m"), ("code", code)];

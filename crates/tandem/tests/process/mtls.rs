@@ -53,7 +53,6 @@ impl Cluster {
         network.connect_lazy(&channel::endpoint(&at.to_string()).expect("the address is valid"))
     }
 
-    /// Calls a worker at this address.
     fn describe(&self, at: SocketAddr, tls: Option<ClusterTls>) -> Result<(), Status> {
         let channel = self.channel(at, tls);
         self.plan.runtime.block_on(ControlClient::new(channel).describe(DescribeRequest::default())).map(drop)
@@ -76,7 +75,6 @@ impl Cluster {
     }
 }
 
-/// Returns the ports on which a process listens.
 fn ports(process: &Up) -> BTreeSet<u16> {
     let files = fs::read_dir(format!("/proc/{}/fd", process.id())).expect("the process runs");
     let targets = files.flatten().filter_map(|file| fs::read_link(file.path()).ok()?.into_os_string().into_string().ok());
