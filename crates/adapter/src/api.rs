@@ -27,7 +27,7 @@ pub(crate) trait Api: Send + Sync + 'static {
     /// Generates an answer. The last chunk of the stream has [`AnswerChunk::usage`]. Dropping the stream cancels the request.
     ///
     /// # Errors
-    /// Fails if the engine refuses the request or fails. An item of the stream is an error for the same reasons.
+    /// Fails if the engine refuses the request or fails. Later failures are items of the stream.
     async fn generate(
         &self,
         call: &EngineCall,
@@ -120,7 +120,7 @@ impl EngineFailure {
             Self::Connection(error) if error.cannot_have_ended_the_server() => {
                 Some(Refusal::Unusable(Cow::Owned(error_chain(error))))
             }
-            // The engine may have ended under the request.
+            // The request may have ended the engine, so the worker reports a failure.
             Self::Failed(_) | Self::Connection(_) => None,
         }
     }

@@ -44,7 +44,7 @@ pub struct BlocksStored {
     pub group: Option<u32>,
     /// The kind of attention of the group's layers; `None` if the engine does not name it.
     pub kind: Option<String>,
-    /// How many tokens before a token the group's layers see, with the token itself; `None` if the engine does not name a window.
+    /// The attention window of the group's layers in tokens, the current token included; `None` if the engine does not name a window.
     pub window_tokens: Option<u32>,
     /// The session of the request that stored the blocks; `None` if the request named no session.
     pub session: Option<String>,

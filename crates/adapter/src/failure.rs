@@ -15,7 +15,7 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of characters of an engine's message that are passed on.
 const MESSAGE_MAX: usize = 2_000;
 
-/// The body of an error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
+/// The value of `error` in the body of an error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub(crate) enum ErrorBody {
@@ -34,12 +34,12 @@ impl ErrorBody {
 /// Returns the body of an answer.
 ///
 /// # Errors
-/// Fails if the status of the answer is that of an error.
+/// Fails if the answer's status is an error.
 pub(crate) fn check((status, body): (StatusCode, Bytes)) -> Result<Bytes, EngineFailure> {
     if status.is_success() { Ok(body) } else { Err(of(status.as_u16(), &body)) }
 }
 
-/// Reads the body of an answer whose status is that of an error. If the body does not arrive, the status alone determines the failure.
+/// Reads the body of an answer whose status is an error. If the body does not arrive, the status alone determines the failure.
 pub(crate) async fn read(answer: Response<Incoming>) -> EngineFailure {
     let status = answer.status().as_u16();
     let body = timeout(BODY_TIMEOUT, http::whole(answer, ANSWER_MAX)).await;

@@ -1,4 +1,4 @@
-//! The client of an engine's server: with the server's key, which is read again when the server refuses it.
+//! The HTTP client of an engine's server. It sends the server's key, and reads the key again when the server refuses it.
 
 use bytes::Bytes;
 use futures::Stream;
@@ -13,9 +13,9 @@ pub(crate) use tandem_client::{HttpError, whole};
 use tandem_process::Secret;
 use tokio::time::timeout;
 
-/// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum size of an answer that is not streamed, and of one event of a stream, in bytes. The longest are the metrics of a server with many ranks.
+/// Maximum size of an answer that is not streamed, and of one event of a stream, in bytes. The longest answers are the metrics of a server
+/// with many ranks.
 pub(crate) const ANSWER_MAX: usize = 4 << 20;
 
 /// The reason why a client cannot be made.
@@ -52,7 +52,7 @@ impl ServerKey {
     /// Reads the secret again. Returns the header that has been made from it.
     fn read_again(&self) -> HeaderValue {
         let mut header = self.bearer.lock();
-        // A new key that no header can hold does not replace the last one.
+        // A new key that is not allowed in a header does not replace the last key.
         if let Ok(now) = bearer(&self.secret) {
             *header = now;
         }
@@ -78,8 +78,8 @@ impl EngineHttp {
         self.http.host()
     }
 
-    /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived. If the server refuses the key and the key's
-    /// file has a new one, the request is sent again.
+    /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived. If the server refuses the key and
+    /// the key's file has a new key, the request is sent again.
     ///
     /// # Errors
     /// Fails if the server cannot be reached, or if the connection is lost.
@@ -95,7 +95,7 @@ impl EngineHttp {
         let answer = self.send_once(method.clone(), path, headers, json.clone(), key.clone()).await?;
         if matches!(answer.status(), StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
             let now = self.key.as_ref().map(|key| key.read_again());
-            // Another request may have read the new key before.
+            // Another request may have read the new key already.
             if now != key {
                 return self.send_once(method, path, headers, json, now).await;
             }
@@ -158,7 +158,7 @@ pub(crate) mod testing {
         net::TcpListener,
     };
 
-    /// Starts a server that answers each request without a body. `answer` returns the status, the length and the body for a path. Returns the URL.
+    /// Starts a server for requests without a body. `answer` returns the status, the length and the body for a path. Returns the URL.
     pub(crate) async fn serve(mut answer: impl FnMut(&str) -> (u16, usize, String) + Send + 'static) -> String {
         serve_heads(move |head| answer(head.split(' ').nth(1).unwrap())).await
     }

@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 /// Maximum number of events that wait for a slow reader. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
-/// The worker's handle of a job. Dropping this value ends the job's requests in the engine.
+/// A job on an external engine. Dropping it ends the job's requests in the engine.
 pub(crate) struct AdapterJob {
     events: mpsc::Receiver<Event>,
     handle: Option<oneshot::Sender<KvHandle>>,
@@ -235,8 +235,8 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(position, sample)| answer.sample(position, sample, handle.take()));
         try_join_all(samples).await?;
-        // Each sample that has begun has recorded what the engine has computed for it. If only the prompt's logprobs were requested, there is none. A
-        // request that is cancelled before its first token may leave no blocks in the engine's cache.
+        // Each sample that has begun has recorded what the engine computed for it. No sample begins if only the prompt's logprobs were
+        // requested. A request that is cancelled before its first token may leave no blocks in the engine's cache.
         if !answer.begun.is_cancelled() && !self.cancelled.is_cancelled() {
             self.shared.computed(&base);
         }
@@ -328,7 +328,7 @@ struct SampleRun<'a> {
     is_first: bool,
     /// Whether the sample's only token is not reported, because the client asked for 0 tokens.
     is_silent: bool,
-    /// The request. Its tokens become those that the engine has computed.
+    /// The request to the engine. The generated tokens are appended to its tokens.
     call: EngineCall,
     /// The number of tokens that the sample may still have.
     left: usize,

@@ -7,7 +7,7 @@
 //! Invariants:
 //! - Every identified block is counted in each tier as often as the engine has reported it there, because engines keep duplicates.
 //! - A Tandem block is *reported* while an engine block holds it and its parent is reported. So the reported blocks are prefix-closed, as
-//!   the router's index needs them, even while an engine has dropped a block and kept its children.
+//!   the router's index requires, even while an engine has dropped a block and kept its children.
 //! - A snapshot and the mirror's later events together give the blocks that are reported now.
 //!
 //! If a model has several groups of layers, the blocks of the first one with full attention are mirrored. The others decide up to which of these
@@ -149,7 +149,7 @@ impl Mirror {
     /// Returns the maximum number of blocks in the mirror.
     pub fn cached_blocks_max(&self) -> u32 {
         let MirrorSettings { block_size, engine_block_size, device_blocks, engine_blocks_max, .. } = self.settings;
-        // Each block may also be in the tiers' chains, and each engine block a reuse point. Some more blocks are notes on the others.
+        // Each block may also be in the tiers' chains, and each engine block a reuse point. Some more markers describe other blocks.
         let blocks = (engine_block_size / block_size) as usize * (1 + Tier::ALL.len()) + 1;
         let identified = engine_blocks_max.saturating_mul(blocks).saturating_add(2 + Tier::ALL.len());
         device_blocks.max(identified.try_into().unwrap_or(u32::MAX))
@@ -198,7 +198,7 @@ impl Mirror {
         self.blocks.snapshot()
     }
 
-    /// Returns the number of the engine's blocks that are reported.
+    /// Returns the number of reported Tandem blocks, without reuse points and other markers.
     pub fn cached_blocks(&self) -> usize {
         self.blocks.reported()
     }
@@ -318,7 +318,7 @@ impl Mirror {
     /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
     fn hold_followed(&mut self, position: usize, stored: &BlocksStored) {
         let is_whole = stored.hashes.len().checked_mul(stored.block_size as usize) == Some(stored.tokens.len());
-        // The blocks from the start of a prompt may have been stored, or found in the cache: what is held in both cases counts.
+        // An event from the start of a prompt may report stored blocks or cache hits. Only blocks that the group holds in both cases count.
         let found = (self.settings.hits_are_reported && stored.parent.is_none() && is_whole)
             .then(|| self.groups.found(position, &stored.hashes));
         let held = found.as_deref().unwrap_or(&stored.hashes);
@@ -353,7 +353,7 @@ impl Mirror {
         }
     }
 
-    /// Finds out again which of these engine blocks, and of the blocks after them, are reuse points.
+    /// Determines again which of these engine blocks, and of the blocks after them, are reuse points.
     fn refresh(&mut self, engine_hashes: &[EngineHash]) {
         for hash in engine_hashes {
             if let Some(Before::Block(last)) = self.engine_blocks.get(hash).map(EngineBlock::last) {

@@ -166,10 +166,10 @@ pub(crate) async fn check_engine(http: &EngineHttp) -> Result<(), EngineFailure>
     }
 }
 
-/// Describes a server, with retries until its engine is healthy and it answers.
+/// Describes a server. Retries until the engine is healthy and `describe` succeeds.
 ///
 /// # Errors
-/// Fails if the server refuses the adapter.
+/// Fails if the server refuses the adapter's key.
 pub(crate) async fn wait_until<T, F>(http: &EngineHttp, describe: impl Fn() -> F) -> Result<T, ConnectError>
 where
     F: Future<Output = Result<T, EngineFailure>>,

@@ -18,10 +18,10 @@ pub(crate) struct SlotLimits {
     pub waiting: usize,
 }
 
-/// One of this many requests is submitted in the order of arrival, whatever its priority, so that no request starves.
+/// Of this many submitted requests, one is the oldest in the queue, whatever its priority, so that no request starves.
 const OLDEST_EVERY: u64 = 8;
 
-/// A flow: the requests of one account with equal rank across accounts. The fields are this rank, of which lower values are served earlier, and the
+/// A flow is the requests of one account that have one rank across accounts. The fields are the rank (the lowest is served first) and the
 /// account.
 type SlotFlow = (i32, Arc<str>);
 /// The order in which a flow's requests are submitted: by priority within the account, then by arrival.
@@ -305,7 +305,8 @@ mod tests {
                 let queued = slots.enqueue(account, Priority { across, within }, 1).expect("the queue has a free place");
                 (format!("{account} {within}"), queued)
             });
-        // With one slot, no account has requests in the engine, so accounts of one rank follow the arrival of their first requests.
+        // When the only slot is granted, no account has requests in the engine, so accounts of one rank follow the arrival of their first
+        // requests.
         assert_eq!(submitted(running, waiting.into()), ["operator -1", "a -5", "a 5", "b 0", "low 3"]);
         drop(first);
         assert_eq!(slots.counts(), (0, 0));

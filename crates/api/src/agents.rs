@@ -1,8 +1,8 @@
-//! What coding agents send besides functions: tools in namespaces, tools whose input is free text (`custom`), and tools that other servers run
-//! themselves (hosted ones, such as `web_search`).
+//! What coding agents send besides functions: tools in namespaces, tools whose input is free text (`custom`), and hosted tools, which the
+//! API's own server would run, such as `web_search`.
 //!
-//! The model sees functions only. A tool of a namespace has the name `NAMESPACE__NAME`; a custom tool is a function with one text, `input`. Hosted
-//! tools are left out.
+//! The model sees functions only. A tool in a namespace has the name `NAMESPACE__NAME`. A custom tool is a function with one string
+//! parameter, `input`. Hosted tools are left out.
 
 use crate::{
     error::{Problem, RequestError, at_most},
@@ -16,11 +16,11 @@ pub use tandem_text::chat::INPUT;
 /// A tool as the client knows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
-    /// The namespace; `None`: the tool is in none.
+    /// The namespace; `None` if the tool is in none.
     pub namespace: Option<String>,
     /// The name within the namespace.
     pub name: String,
-    /// Whether its input is a free text.
+    /// Whether the tool's input is free text.
     pub is_custom: bool,
 }
 
@@ -46,7 +46,7 @@ impl Converted {
     /// Converts the tools of a request of OpenAI's Responses API.
     ///
     /// # Errors
-    /// A tool is incomplete, or there are too many.
+    /// Fails if a tool is incomplete, or if there are too many tools.
     pub(crate) fn responses(tools: Vec<Value>) -> Result<Self, RequestError> {
         let mut converted = Self::default();
         for (index, tool) in tools.into_iter().enumerate() {
@@ -132,7 +132,6 @@ impl Converted {
     }
 }
 
-/// Returns the name of a tool.
 fn name(tool: &Map<String, Value>, at: &str) -> Result<String, RequestError> {
     let name = tool.get("name").and_then(Value::as_str).filter(|name| !name.is_empty());
     name.map(str::to_owned).ok_or_else(|| RequestError::invalid(format!("{at}.name"), Problem::Missing))
@@ -149,7 +148,7 @@ fn custom_description(tool: &Map<String, Value>) -> String {
     description
 }
 
-/// Returns the texts that the input of a custom tool may have; `None` if it has no grammar.
+/// Returns the constraint on a custom tool's input; `None` if the tool has neither a Lark grammar nor a regular expression.
 fn input(tool: &Map<String, Value>) -> Option<Kind> {
     let format = tool.get("format")?;
     let definition = format["definition"].as_str()?.to_owned();
@@ -177,7 +176,8 @@ impl DeferredTools {
         Self { descriptions, referenced: BTreeSet::new() }
     }
 
-    /// Returns the text of a reference. Only the first one describes the tool: descriptions can be long, and references many.
+    /// Returns the text of a reference to a tool. Only the first reference describes the tool: descriptions can be long, and references
+    /// many.
     pub(crate) fn reference(&mut self, name: &str) -> String {
         match self.descriptions.get(name) {
             Some(description) if self.referenced.insert(name.to_owned()) => format!("<function>{description}</function>"),

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use tandem_grammar::{Constraint, Kind};
 use tandem_text::chat::{ToolCallParser, ToolChoice, Tools};
 
-/// Adds the constraint that makes the model call the required tools. If it may call tools and its text is constrained to JSON, it can do
-/// either.
+/// Adds the constraint that makes the model call the required tools. If tools are optional and the text is constrained to JSON, the
+/// constraint allows either calls or the JSON.
 ///
 /// # Errors
 /// The text is constrained, and the model's format of tool calls cannot be part of the constraint.
@@ -29,7 +29,7 @@ pub(crate) fn constrain(options: &mut Options, tools: &Tools, parser: ToolCallPa
     let schema = match &stated.constraint.kind {
         Kind::JsonSchema { schema, .. } => serde_json::from_str(schema).unwrap_or(Value::Null),
         Kind::JsonObject => json!({ "type": "object" }),
-        // The client has written the constraint for this model, and for its tool calls if it wants them.
+        // These constraints remain as the client wrote them: if tool calls are wanted, the constraint itself allows them.
         Kind::Regex(_) | Kind::Choice(_) | Kind::Grammar(_) | Kind::StructuralTag(_) => return options.constrain(stated),
     };
     let tag = tools.calls_or_answer(parser, schema).ok_or_else(|| conflict(&stated.param, "tools"))?;

@@ -41,11 +41,11 @@ pub struct Chat {
     pub names: &'static ParamNames,
 }
 
-/// A conversation's tokens, and how the answer to it is split.
+/// A conversation's tokens, and the format of the answer to it.
 pub struct Encoded {
     /// The prompt's tokens.
     pub tokens: Vec<TokenId>,
-    /// How the answer is split.
+    /// How the answer is split into reasoning, text and tool calls.
     pub format: OutputFormat,
 }
 
@@ -81,7 +81,7 @@ impl ChatRequest {
         calls::constrain(&mut options, &tools, model.tool_call_parser)?;
         options.sampling.logprobs = top_logprobs(self.logprobs, self.top_logprobs)?;
         options::check_logprob_tokens(&options)?;
-        // Both are checked, although only the newer one counts.
+        // Both fields are checked, although the newer one takes precedence.
         let older = self.max_tokens.map(|Whole(found)| options::token_count(names.max_tokens, found, 1)).transpose()?;
         let newer = self.max_completion_tokens;
         let newer = newer.map(|Whole(found)| options::token_count(names.max_completion_tokens, found, 1)).transpose()?;

@@ -27,7 +27,7 @@ pub struct Completion {
     pub echo: bool,
     /// The prompts, at least one.
     pub prompts: Vec<Input>,
-    /// The beginning-of-sequence token with which a text begins, if it does.
+    /// The beginning-of-sequence token that is put before each text; `None` if there is none.
     pub bos: Option<TokenId>,
 }
 

@@ -33,8 +33,8 @@ pub fn elements_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
-/// Checks by the texts' lengths alone whether they can fit into the context. Encoding the longest accepted body would take minutes. A text that is
-/// shortened after it is encoded need not fit.
+/// Checks whether the texts can fit into the context, by their lengths alone, because encoding the longest accepted body would take
+/// minutes. With `truncation`, a text is shortened after it is encoded, so it need not fit.
 ///
 /// # Errors
 /// A single text is too long, or all texts together are.

@@ -65,7 +65,7 @@ pub struct Generate {
     pub tokens: Vec<TokenId>,
     /// The checked parameters.
     pub options: Options,
-    /// The limit on generated tokens; `None`: the context.
+    /// The limit on generated tokens; `None` if only the context limits them.
     pub max_tokens: Option<u32>,
     /// The client's own id of the request.
     pub request_id: Option<String>,

@@ -1,5 +1,7 @@
-//! Clients' requests and their checks, and the formats of answers. Errors name the field at fault. A known parameter that is not supported is refused if its value
-//! would change the answer. Unknown fields are ignored, and a header of the answer names them.
+//! Clients' requests and their checks, and the formats of answers.
+//!
+//! Errors name the field at fault. A known parameter that is not supported is refused if its value would change the answer. Unknown fields
+//! are ignored, and a header of the answer names them.
 
 pub mod agents;
 pub mod answer;

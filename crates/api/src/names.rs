@@ -1,6 +1,6 @@
 //! The names of the same fields in each API, for errors.
 
-/// The names of fields that differ between the APIs. Those about tools are parts of paths.
+/// The names of fields that differ between the APIs. The names about tools are parts of paths.
 #[derive(Debug)]
 pub struct ParamNames {
     /// The field with the prompt.
@@ -33,7 +33,7 @@ pub(crate) enum SchemaForm {
 }
 
 impl ParamNames {
-    /// Those of `/v1/chat/completions`.
+    /// The names in `/v1/chat/completions`.
     pub const CHAT: Self = Self {
         prompt: "messages",
         prompt_in_text: "messages",
@@ -50,13 +50,13 @@ impl ParamNames {
         allowed_tools: ".allowed_tools",
     };
 
-    /// Those of `/v1/completions`.
+    /// The names in `/v1/completions`.
     pub const COMPLETION: Self = Self { prompt: "prompt", prompt_in_text: "prompt", ..Self::CHAT };
 
-    /// Those of `/inference/v1/generate`.
+    /// The names in `/inference/v1/generate`.
     pub const GENERATE: Self = Self { prompt: "token_ids", prompt_in_text: "token_ids", ..Self::CHAT };
 
-    /// Those of `/v1/responses`.
+    /// The names in `/v1/responses`.
     pub const RESPONSES: Self = Self {
         prompt: "input",
         max_tokens: "max_output_tokens",
@@ -71,7 +71,7 @@ impl ParamNames {
         ..Self::CHAT
     };
 
-    /// Those of `/v1/messages`.
+    /// The names in `/v1/messages`.
     pub const MESSAGES: Self = Self {
         stop: "stop_sequences",
         reasoning_effort: "output_config.effort",

@@ -1,4 +1,4 @@
-//! Checks the parameters that both endpoints have.
+//! Checks the parameters that all endpoints have.
 
 use super::{
     constraint::{self, Stated},
@@ -27,7 +27,7 @@ pub struct TextOptions {
     pub absent: bool,
 }
 
-/// When the logprobs of a token are sent.
+/// Whether a token's logprobs are sent with its text or with its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogprobsWith {
     /// With the token's text, so that a stop string and a stop token have none.
@@ -46,7 +46,7 @@ pub struct Options {
     pub stop: Vec<String>,
     /// Isolates the cache: only requests with the same salt share KV.
     pub cache_salt: String,
-    /// Set if the answer is streamed.
+    /// The usage in a streamed answer; `None` if the answer is not streamed.
     pub stream: Option<StreamUsage>,
     /// How tokens become text.
     pub text: TextOptions,
@@ -138,7 +138,7 @@ pub(crate) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, Requ
     }
 }
 
-/// Checks the number of alternatives to be reported for each token. Both endpoints have the limit of OpenAI's chat endpoint.
+/// Checks the number of alternatives to be reported for each token. All endpoints have the limit of OpenAI's chat endpoint.
 ///
 /// # Errors
 /// The number is out of range.
@@ -150,7 +150,7 @@ pub(crate) fn alternatives(param: &str, found: i64) -> Result<u32, RequestError>
 /// Refuses a list of tokens for logprobs without a request for logprobs.
 ///
 /// # Errors
-/// The request has only the list.
+/// The request has the list, but does not request logprobs.
 pub(crate) fn check_logprob_tokens(options: &Options) -> Result<(), RequestError> {
     if options.sampling.logprobs.is_none() && !options.sampling.logprob_token_ids.is_empty() {
         return Err(RequestError::invalid("logprob_token_ids", Problem::Rule { rule: "is only allowed with 'logprobs'" }));
@@ -161,7 +161,7 @@ pub(crate) fn check_logprob_tokens(options: &Options) -> Result<(), RequestError
 /// Refuses a request for the prompt's logprobs in a streamed answer, which has no field for them.
 ///
 /// # Errors
-/// The answer is streamed, and they are requested.
+/// The answer is streamed, and the prompt's logprobs are requested.
 pub(crate) fn check_prompt_logprobs(prompt_logprobs: Option<u32>, stream: Option<StreamUsage>) -> Result<(), RequestError> {
     if stream.is_some() && prompt_logprobs.is_some() {
         return Err(RequestError::invalid("prompt_logprobs", Problem::Rule { rule: "is only allowed when 'stream' is false" }));
@@ -216,7 +216,7 @@ impl Common {
             max_tokens: None,
             min_tokens,
             temperature: TEMPERATURE.check_or("temperature", self.temperature, 1.0)?,
-            // 0 selects the likeliest token, as the smallest share does. vLLM refuses 0.
+            // 0 selects the likeliest token, as the smallest positive value does. vLLM refuses 0.
             top_p: TOP_P.check_or("top_p", self.top_p, 1.0)?.max(f32::MIN_POSITIVE),
             top_k: top_k.max(0) as u32,
             min_p: FRACTION.check_or("min_p", self.min_p, 0.0)?,

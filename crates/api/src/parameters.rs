@@ -128,7 +128,7 @@ pub(crate) fn continued_or_begun() -> [Value; 2] {
     ["continue_final_message", "add_generation_prompt"].map(|name| json!({ "properties": { name: { "enum": [false, null] } } }))
 }
 
-/// Defines a type with the parameters that both endpoints have, and for each endpoint a request type with these and its own parameters. The
+/// Defines a type with the parameters that all endpoints have, and for each endpoint a request type with these and its own parameters. The
 /// limits after `=` are those of the schema; the same constants are checked in `options`.
 macro_rules! parameters {
     ($common:tt unsupported $refused:tt $($name:ident $own:tt unsupported $own_refused:tt)*
@@ -139,13 +139,13 @@ macro_rules! parameters {
         $(parameters! { @request $other $other_own $common $other_refused {} })*
     };
     (@common { $($field:ident: $type:ty $(= $limit:expr)*,)* }) => {
-        /// The parsed parameters that both endpoints have.
+        /// The parsed parameters that all endpoints have.
         #[derive(Default)]
         pub(crate) struct Common {
             $(pub(crate) $field: Option<$type>,)*
         }
 
-        /// Returns a chat that has only the parameters of both endpoints.
+        /// Returns a chat that has only the parameters that all endpoints have.
         impl From<Common> for ChatRequest {
             fn from(common: Common) -> Self {
                 Self { $($field: common.$field,)* ..Self::default() }
@@ -201,7 +201,7 @@ macro_rules! parameters {
         }
 
         impl $name {
-            /// Refuses unsupported parameters, and moves out the parameters that both endpoints have.
+            /// Refuses unsupported parameters, and moves out the parameters that all endpoints have.
             pub(crate) fn take_common(&mut self) -> Result<Common, RequestError> {
                 $(check(stringify!($own_refused), &self.$own_refused, &[$(accepted($own_accepted))*])?;)*
                 $(check(stringify!($refused), &self.$refused, &[$(accepted($accepted))*])?;)*
@@ -295,7 +295,7 @@ parameters! {
 }
 
 impl SamplingParams {
-    /// Removes the parameters that only concern the text of an answer, for an answer that has none.
+    /// Removes the parameters that only concern the text of an answer, for an answer without text.
     pub(crate) fn without_text(&mut self) {
         (self.detokenize, self.skip_special_tokens, self.include_stop_str_in_output) = (None, None, None);
     }

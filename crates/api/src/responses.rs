@@ -113,7 +113,7 @@ impl ResponsesRequest {
         Ok(())
     }
 
-    /// Returns the field's name if the request sets a verbosity other than the default, because it has no effect.
+    /// Returns the name of the field `verbosity` if the request sets another value than the default, because it has no effect.
     fn ignored_text(&self) -> Option<String> {
         let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
         verbosity.filter(|verbosity| *verbosity != "medium").map(|_| "text.verbosity".to_owned())
@@ -307,7 +307,7 @@ impl Item {
                     Some(text) => Some(text),
                     None => self.summary.text(&param("summary"), &["summary_text"])?,
                 };
-                // Encrypted reasoning is another server's, which only that server can read.
+                // Encrypted reasoning can be read only by the server that wrote it.
                 if let Some(text) = text.filter(|text| !text.is_empty()) {
                     assistant(messages, |message| message.content.is_none() && message.tool_calls.is_empty())
                         .add_reasoning(&text);

@@ -31,7 +31,7 @@ pub struct TokenizeRequest {
     pub model: Option<String>,
     /// The text to encode.
     pub prompt: Option<String>,
-    /// Whether the body is a conversation, which is parsed as a chat then.
+    /// Present if the body is a conversation, which is then parsed as a chat.
     pub messages: Option<IgnoredAny>,
     /// Whether the model's beginning-of-sequence token is added.
     pub add_special_tokens: Option<bool>,
@@ -56,7 +56,7 @@ impl JsonSchema for TokenizeRequest {
             "required": ["prompt"],
             SERVED: NAMES_MODEL,
         });
-        // The fields of a chat request that affect its prompt. Its other fields are accepted, too.
+        // The schema lists only the fields of a chat that affect its prompt. The chat's other fields are accepted, too.
         let mut chat = ChatRequest::json_schema(generator);
         let mut properties = chat.remove("properties").unwrap_or_default();
         if let Some(properties) = properties.as_object_mut() {

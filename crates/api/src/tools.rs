@@ -29,12 +29,12 @@ pub(crate) struct RawTools {
 /// The definition of a tool, as in `/v1/chat/completions`.
 #[derive(Debug, Default)]
 pub(crate) struct Definition {
-    /// The field of the request that has it, for errors.
+    /// The path of the request's field that defines the tool, for errors.
     pub(crate) at: String,
     pub(crate) value: Value,
-    /// Whether only a tool's result describes it.
+    /// Whether the model sees the tool only after a tool's result refers to it (`defer_loading`).
     pub(crate) deferred: bool,
-    /// The grammar of a free text that is its input.
+    /// The constraint on the free text that is the tool's input.
     pub(crate) input: Option<Kind>,
 }
 

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_values_are_reduced_to_the_settings_that_the_check_compares() {
+    fn json_value_becomes_the_setting_that_the_check_compares() {
         let text = |text: &str| Setting::Text(text.to_owned());
         for (json, expected) in [
             ("null", Setting::Nothing),

@@ -36,7 +36,7 @@ pub struct ModelConfig {
     pub tied: bool,
 }
 
-/// Whether a head may have this length. It must be bounded, because RoPE's frequencies are computed before it is compared with the tensors.
+/// Whether a head may have this length. The length is bounded, because RoPE's frequencies are computed before the tensors are checked.
 pub(crate) fn is_head_dim(length: usize) -> bool {
     (2..=usize::from(u16::MAX)).contains(&length) && length.is_multiple_of(2)
 }

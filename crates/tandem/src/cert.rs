@@ -81,7 +81,6 @@ pub fn run(args: &CertArgs) -> Result<String> {
 
 /// The domain in the names of processes. No process compares it.
 const DOMAIN: &str = "tandem.internal";
-/// How many days an authority is valid.
 const AUTHORITY_DAYS: u32 = 3_650;
 
 fn authority_params(cluster: &str) -> Result<CertificateParams> {
@@ -187,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn existing_authority_is_named_with_its_fingerprint() {
+    fn output_names_an_existing_authority_by_its_fingerprint() {
         let place = tempfile::tempdir().expect("the system can create a temporary folder");
         let folder = place.path().join("certs");
         assert!(!cert(&folder).expect("the folder is new").contains("existing"));

@@ -42,8 +42,8 @@ pub(crate) fn within_limit(connections: Connections) -> Connections {
 }
 
 impl Connections {
-    /// Returns these limits, lowered so that the process can open files for its own work if it may open only `files`. If they are lowered, one
-    /// address gets at most half of all connections, so that one client leaves capacity to others.
+    /// Returns these limits, lowered if the process may open only `files` files and needs some of them for its own work. If they are
+    /// lowered, one address gets at most half of all connections, so that one client leaves capacity to others.
     fn within(self, files: u64) -> Self {
         let free = files - RESERVE.min(files / 2);
         match u32::try_from(free) {

@@ -23,8 +23,8 @@ pub(crate) fn get(address: &str, timeout: Duration, path: &str) -> Result<HttpRe
     read(agent(Some(timeout), &[]).get(format!("http://{address}{path}")).call()?)
 }
 
-/// Returns an agent with this limit on the time of a whole reply. `ca` has the certificates that may sign that of a server; empty: those of
-/// the public authorities.
+/// Returns an agent with this limit on the time of a whole reply. `ca` has the certificates that may sign a server's certificate; if it is
+/// empty, the public authorities may.
 pub(crate) fn agent(timeout: Option<Duration>, ca: &[Certificate<'static>]) -> Agent {
     let mut tls = TlsConfig::builder();
     if !ca.is_empty() {

@@ -53,7 +53,7 @@ pub fn run(command: ModelCommand) -> Result<String, ModelStoreError> {
     }
 }
 
-/// Returns what the place of a model in the store at `dir`, and its files, say about it.
+/// Returns the facts about a model in the store at `dir`, from its path and its files.
 fn facts(dir: &Path, model: &StoredModel) -> Value {
     json!({
         "model": model.id,
@@ -76,7 +76,6 @@ mod tests {
     use std::fs;
     use tandem_model_store::StoreFolder;
 
-    /// Returns a store with these models, and what runs a command on it.
     fn store(files: &[&str]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         for file in files {

@@ -22,7 +22,6 @@ pub struct ReadyArgs {
     wait: bool,
 }
 
-/// The time between two checks.
 const WAIT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Checks that a frontend, or the process with this admin port, is ready; with `--wait`, until it is.
@@ -32,7 +31,7 @@ const WAIT_INTERVAL: Duration = Duration::from_secs(1);
 pub fn check(args: &ReadyArgs) -> Result<()> {
     let mut printed = String::new();
     loop {
-        // A cluster that starts meanwhile is found.
+        // Each check looks for the server again, and so finds a cluster that starts meanwhile.
         let server = args.server.open("tandem ready", None)?;
         let reason = match answer(&server) {
             Ok(HttpReply { status: 200, .. }) => return Ok(()),

@@ -1,8 +1,8 @@
 //! The files by which the commands of a user find the clusters that `tandem up` runs for this user.
 //!
-//! - A file has the secret of its cluster, so it and its folder belong to this user and give other users no permission. Others are not read.
+//! - A file has the secret of its cluster. Files and folders of other users, or to which other users have access, are not used.
 //! - The process of the cluster holds a lock on the file, from before the file has its name until the process ends, however it ends. A file
-//!   without a lock is the rest of a process that was killed; the first command that finds it removes it. No name is used twice.
+//!   without a lock is left from a process that was killed; the first command that finds it removes it. No name is used twice.
 //! - A file of another host or network namespace, in a folder that both use, is skipped: its addresses have no meaning here.
 
 use crate::settings::KeySource;
@@ -125,8 +125,7 @@ impl RunningCluster {
     pub(crate) fn all(folders: &[PathBuf]) -> Result<Vec<Self>> {
         let mut running = Vec::new();
         for folder in folders {
-            // No process of this user has written into a folder that does not exist or belongs to another user, such as that of a login as
-            // another user.
+            // A folder that does not exist or belongs to another user (after `su`, to the login user) has no files of this user.
             if !fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir() && is_private(&metadata).is_ok()) {
                 continue;
             }
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn file_or_folder_that_others_may_read_is_not_believed() {
+    fn file_or_folder_that_others_may_read_is_not_used() {
         let (_parent, folders) = folder();
         let written = RunningFile::write(&folders, &cluster(8000)).expect("the folder is writable");
         set_mode(&written.path, 0o640);
@@ -266,7 +265,7 @@ mod tests {
         let link = folders[0].with_file_name("link");
         std::os::unix::fs::symlink(&second, &link).expect("the folder is writable");
         assert_eq!(only(&[link]), Ok(None), "a link is no folder of ours");
-        // As for the runtime folder of another user, the system refuses to say what is there.
+        // The system refuses to look at this path, as it does for the runtime folder of another user.
         let unreadable = written.path.join("tandem");
         assert_eq!(only(&[unreadable, second]), Ok(Some("http://127.0.0.1:8010".to_owned())));
     }

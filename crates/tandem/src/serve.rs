@@ -18,9 +18,8 @@ use tandem_process::{
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Serves until Ctrl-C, SIGTERM or SIGHUP. Then the process announces its end, drains after `delay`, and gives running requests `grace`. A second
-/// signal ends this at once. `changed`: the settings that differ from the defaults, which
-/// are logged at the start.
+/// Serves until Ctrl-C, SIGTERM or SIGHUP. Then the process announces its end, drains after `delay`, and gives running requests `grace`. A
+/// second signal ends the process at once. `changed` has the settings that differ from the defaults; they are logged at the start.
 ///
 /// # Errors
 /// Fails if the log filter is invalid, if the start fails, if one of the process's services fails, or if a second signal ends the draining.
@@ -86,7 +85,7 @@ async fn serve<S: ServedProcess>(
     Ok(())
 }
 
-/// The answers of a process's frontend; none if it has no frontend.
+/// The numbers of answers of the process's frontend; 0 without a frontend.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct AnswerCounts {
     finished: u64,
@@ -162,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_counted_by_their_end() {
+    fn answers_are_counted_by_how_they_ended() {
         let metrics = Metrics::default();
         for (code, count) in [("200", 3), ("499", 2), ("503", 1)] {
             let labels = [("endpoint", "/v1/chat/completions"), ("model", "m"), ("code", code)];

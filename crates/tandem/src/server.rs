@@ -111,10 +111,10 @@ impl ServerArgs {
     }
 }
 
-/// Where the server of a command is.
+/// The server to which a command connects.
 pub(crate) struct ServerPlace {
     pub(crate) address: ServerAddress,
-    /// The file with the certificates that may sign the server's one; `None`: those of the public authorities.
+    /// The file with the certificates that may sign the server's certificate; `None` if only the public authorities may.
     pub(crate) ca: Option<PathBuf>,
     /// Whether the user has named no server and runs no cluster.
     is_default: bool,
@@ -162,11 +162,10 @@ pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option
     RunningCluster::all(folders).ok()?.into_iter().find(is_named)
 }
 
-/// A server over HTTP.
 pub(crate) struct HttpServer {
     pub(crate) address: ServerAddress,
     key: Option<String>,
-    /// The certificates that may sign the server's certificate; empty: those of the public authorities.
+    /// The certificates that may sign the server's certificate; empty if only the public authorities may.
     ca: Vec<Certificate<'static>>,
     /// Whether the user has named no server and runs no cluster.
     is_default: bool,
@@ -181,13 +180,13 @@ impl HttpServer {
     /// Returns the server at this place, without a key.
     ///
     /// # Errors
-    /// The file with the certificates has none.
+    /// The file of `--ca` cannot be read, or has no certificate.
     pub(crate) fn at(ServerPlace { address, ca, is_default }: ServerPlace) -> Result<Self> {
         let ca = ca.as_deref().map_or_else(|| Ok(Vec::new()), certificates)?;
         Ok(Self { address, key: None, ca, is_default })
     }
 
-    /// Sends a GET once, whatever the server does.
+    /// Sends a GET once, even if the server is still starting.
     pub(crate) fn get_now(&self, path: &str) -> Result<HttpReply, ureq::Error> {
         let request = http::agent(Some(REPLY_TIMEOUT), &self.ca).get(self.url(path));
         read(with_key(request, self.key.as_deref()).call()?)
@@ -243,12 +242,12 @@ pub(crate) fn nothing_runs(what: &str, default: &ServerAddress) -> String {
     format!("you run no cluster, and no {what} answers at {default}; start one with: tandem up")
 }
 
-/// The header of a reply of a server that is starting: what it does.
+/// The header of a reply in which a starting server says what it does.
 const STARTING: &str = "x-tandem-starting";
-/// The pause before a server that is starting is asked again.
+/// The pause before a request to a starting server is sent again.
 const STARTING_PAUSE: Duration = Duration::from_secs(1);
 
-/// Sends a request until the server has started. Meanwhile prints on stderr what the server does, each time that it does something else.
+/// Sends a request again until the server has started. Meanwhile prints on stderr what the server does, whenever that changes.
 fn started(send: impl Fn() -> Result<Response<Body>, ureq::Error>) -> Result<Response<Body>, ureq::Error> {
     let mut printed = String::new();
     loop {
@@ -291,12 +290,12 @@ pub(crate) const TLS: &str = "a port with TLS: https:// of a frontend, or the gR
 /// Time limit for the answer of a server whose protocol is not known.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Returns what answers at an address; `None`: nothing.
+/// Returns what answers at an address; `None` if nothing does.
 pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     let at = address.host_port();
     let Ok(metrics) = http::get(&at, PROBE_TIMEOUT, "/metrics") else { return protocol(&at) };
     let has = |family: &str| metrics.status == 200 && metrics.body.contains(family);
-    // `tandem up` has the metrics of all roles.
+    // `tandem up` has the metrics of all roles, so the frontend's are looked for first.
     let families = [
         ("tandem_frontend_", "a frontend"),
         ("tandem_router_", "the admin port of a router"),
@@ -309,9 +308,9 @@ pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     Some(by_metrics.unwrap_or_else(|| if is_live() { "a frontend" } else { "an HTTP server of another program" }))
 }
 
-/// Returns the protocol of a server that does not answer HTTP/1.1; `None`: no server accepts the connection.
+/// Returns the protocol of a server that does not answer HTTP/1.1; `None` if no server accepts the connection.
 fn protocol(at: &str) -> Option<&'static str> {
-    // The beginning of a connection with HTTP/2, and an empty SETTINGS frame.
+    // The HTTP/2 connection preface, with an empty SETTINGS frame.
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
     let mut stream = at.to_socket_addrs().ok()?.find_map(|at| TcpStream::connect_timeout(&at, PROBE_TIMEOUT).ok())?;
     let mut head = [0; 4];
@@ -383,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn server_that_starts_is_asked_again() {
+    fn request_to_a_starting_server_is_sent_again() {
         let replies = std::cell::RefCell::new(vec![None, Some("downloads M: 41%")]);
         let send = || {
             let step = replies.borrow_mut().pop().expect("the request is not sent again after the last reply");

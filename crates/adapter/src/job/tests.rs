@@ -1,4 +1,4 @@
-//! Tests of jobs whose engine answers falsely.
+//! Tests of jobs whose engine sends invalid answers.
 
 use super::*;
 use crate::{
@@ -37,7 +37,7 @@ impl Api for Fake {
     async fn abort(&self, _: &str) {}
 }
 
-/// Returns the events of a generation of at most two tokens after a prompt of three tokens. The model has 10 tokens and a context of 100.
+/// Returns the events of a generation after a prompt of three tokens. The model has a vocabulary of 10 tokens and a context of 100.
 async fn events(max_tokens: Option<u32>, chunks: Vec<AnswerChunk>) -> Vec<Event> {
     let mirror = Mirror::new(MirrorSettings {
         hash_key: HashKey::NONE,

@@ -116,8 +116,8 @@ impl EngineServer for LlamaCppClient {
 }
 
 impl Props {
-    /// Returns a value that differs between two runs of a server at one address. Older servers have no marker; of them, only runs with another model
-    /// or context differ.
+    /// Returns a value that differs between two runs of a server at one address. Older servers have no marker; their value changes only
+    /// with the model or the context.
     pub fn instance(&self) -> Instance {
         let context = self.default_generation_settings.as_ref().map(|slot| slot.n_ctx);
         Some(format!("{:?}", (&self.media_marker, &self.model_path, context)))

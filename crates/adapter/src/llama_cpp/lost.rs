@@ -37,7 +37,7 @@ impl TokenPiece {
 }
 
 impl Tokenized {
-    /// Returns the tokens whose bytes are exactly the text. Some tokenizers put a space before the text; it is left out.
+    /// Returns the tokens whose bytes are exactly the text, without the space that some tokenizers put before the text.
     ///
     /// # Errors
     /// Fails if no tokens at the end of the tokenizer's answer have these bytes.

@@ -10,7 +10,7 @@ use tandem_kv::TokenId;
 /// not listed are disabled.
 const SAMPLERS: [&str; 5] = ["penalties", "temperature", "min_p", "top_k", "top_p"];
 
-/// The fields that the last event of a streamed answer must have. Other fields would repeat the prompt's text and all settings.
+/// The fields that are requested for the last event of a streamed answer. Other fields would repeat the prompt's text and all settings.
 const RESPONSE_FIELDS: [&str; 4] = ["stop", "stop_type", "tokens_predicted", "timings"];
 
 /// llama.cpp's default window of presence and frequency penalties, in tokens. Prompt tokens in the window are penalised like generated ones, so

@@ -10,7 +10,7 @@ use tandem_kv::TokenId;
 
 #[derive(Debug, PartialEq)]
 pub(super) enum CompletionEvent {
-    /// The server has computed a part of the prompt.
+    /// The server reports its progress in computing the prompt.
     Prompt {
         /// The number of prompt tokens whose KV was cached in the server's slot.
         cached_tokens: u32,

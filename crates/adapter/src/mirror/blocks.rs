@@ -56,8 +56,7 @@ impl Chain {
 }
 
 impl MirrorBlocks {
-    /// Records that one more of the engine's blocks holds this block in the tier. `parent` is used only if no other block of the engine
-    /// holds it.
+    /// Records that one more of the engine's blocks holds this block in the tier. `parent` is ignored if the block is already held.
     pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
         self.begin_chains(tier);
         if let Entry::Vacant(entry) = self.held.entry(hash) {

@@ -22,7 +22,7 @@ const GROUPS_MAX: usize = 64;
 /// The followed groups, their blocks, and the reuse points.
 #[derive(Default)]
 pub(super) struct LayerGroups {
-    /// The number of each followed group, and what it needs.
+    /// The engine's number of each followed group, and what the group needs.
     followed: Vec<(u32, Need)>,
     /// For each engine block that a followed group holds, its number of copies by followed group.
     copies: HashMap<EngineHash, Vec<u32>>,
@@ -48,7 +48,7 @@ impl Need {
     /// Returns what the layers of this kind need; `None` if their rule is unknown.
     pub fn of(kind: &str, stored: &BlocksStored) -> Option<Self> {
         match (kind, stored.window_tokens) {
-            // A token sees the window's tokens before it, itself included.
+            // The window includes the current token.
             ("sliding_window" | "sliding_window_mla", Some(window)) => {
                 Some(Self(window.saturating_sub(1).div_ceil(stored.block_size.max(1)).max(1)))
             }
@@ -110,8 +110,8 @@ impl LayerGroups {
         excess
     }
 
-    /// Returns those blocks of a prefix that the engine found in its cache, of which the followed group at this position holds no copy yet. The
-    /// engine lists all blocks of the prefix for each group, but a group needs, and may hold, only the last ones.
+    /// Returns the blocks of a cache hit that the followed group at this position needs and is not known to hold. The engine lists all
+    /// blocks of the prefix for each group, but a group needs, and may hold, only the last ones.
     pub fn found(&self, position: usize, prefix: &[EngineHash]) -> Vec<EngineHash> {
         let needed = (self.followed[position].1.0 as usize).min(prefix.len());
         prefix[prefix.len() - needed..].iter().filter(|hash| !self.holds(position, hash)).cloned().collect()

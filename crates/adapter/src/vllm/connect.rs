@@ -213,7 +213,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     Ok(Connected::new(client, ConnectedEngine { shared, family, instance, silence_max, events }, model, loras))
 }
 
-/// Subscribes to the engine's KV events. Returns the endpoint and the subscription; `None`: the engine publishes no events.
+/// Subscribes to the engine's KV events. Returns the endpoint and the subscription; `None` if the engine publishes no events.
 async fn subscribe(
     events: &KvEvents,
     client: &VllmClient,
@@ -247,7 +247,7 @@ async fn describe(client: &VllmClient) -> Result<(ServedModels, String, String),
     Ok((served.ok_or(ConnectError::NoModel)?, version, metrics))
 }
 
-/// Returns the source's addresses and topic, with the engine's host in place of `*`, which stands for all interfaces, and of the loopback addresses.
+/// Returns the source's addresses and topic. The engine's host replaces wildcard addresses, such as `*`, and loopback addresses.
 ///
 /// # Errors
 /// Fails if an address is on another host. So an engine cannot make the worker connect to other servers.
@@ -302,7 +302,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn events_are_read_from_the_host_of_the_engine_only() {
+    fn events_are_read_only_from_the_engines_host() {
         let from = |host: &str, endpoint: &str, replay: &str| {
             let source = json!({ "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv" });
             reachable(serde_json::from_value(source).expect("the source is complete"), host)
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_of_kv_events_are_those_of_the_rank() {
+    fn rank_is_added_to_the_ports_of_kv_events() {
         let at = |endpoint: &str, replay: &str| KvEvents::At {
             endpoint: endpoint.to_owned(),
             replay: Some(replay.to_owned()),

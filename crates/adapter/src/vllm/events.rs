@@ -38,8 +38,8 @@ pub enum MalformedBatch {
 
 /// Maximum size of a payload that is decoded, in bytes. A token takes at most five bytes, so the tokens of a step with a million tokens fit.
 pub(super) const PAYLOAD_MAX: usize = 16 << 20;
-/// Maximum number of values of a payload, with the values in lists and maps. A decoded value takes tens of bytes, even if its payload takes one. A step
-/// with a million tokens has fewer: each block has a hash and keys besides its tokens.
+/// Maximum number of values in a payload, with the values in lists and maps. A decoded value takes tens of bytes, even if it takes one byte
+/// in the payload. The tokens of a step with a million tokens fit, with the hash and the keys of each block.
 const VALUES_MAX: usize = 2 << 20;
 /// Maximum depth of nesting that is decoded. Known fields need six levels: batch, events, event, extra keys, a block's keys, one key. Ignored fields
 /// may be nested deeper.

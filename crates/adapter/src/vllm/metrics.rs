@@ -31,9 +31,9 @@ impl EngineConstants {
         })
     }
 
-    /// Whether several groups of layers share the engine's blocks: then fewer tokens fit than the blocks suggest. Of found prefixes, such an engine
-    /// reports all blocks for every group, even those that a group does not hold, so they must not be reported. With few other layers, this is not
-    /// noticed; the mirror then counts only what the groups hold in any case.
+    /// Whether several groups of layers share the engine's blocks, so that fewer tokens fit than the blocks suggest. For a cache hit, such
+    /// an engine would report all blocks for every group, even those that a group does not hold, so it must not report hits. Groups that
+    /// lower the capacity by 5 % or less are not detected; the mirror then counts only blocks that the groups hold in any case.
     pub fn has_groups(&self) -> bool {
         let of_blocks = u64::from(self.blocks) * u64::from(self.block_size);
         self.tokens.is_some_and(|tokens| tokens * 20 < of_blocks * 19)

@@ -110,7 +110,7 @@ impl<'a> SamplingParams<'a> {
         }
     }
 
-    /// Returns these parameters, with which the engine's KV events do not report cached blocks.
+    /// Returns these parameters, changed so that the engine's KV events do not report cache hits.
     pub fn without_hits(self) -> Self {
         Self { extra_args: ExtraArgs { kv_cache_report_mode: "incremental" }, ..self }
     }

@@ -116,7 +116,7 @@ impl Chunks {
         }
     }
 
-    /// Writes a chunk for each piece. The first one has the logprobs and the token ids of all.
+    /// Writes a chunk for each piece. The first chunk has the logprobs and the token ids of all pieces.
     fn write_pieces(&self, context: &AnswerContext, out: &mut Vec<u8>, choice: usize, delta: &Delta) {
         let none = tokens(context, &[]);
         let (mut logprobs, mut tokens) = (context.logprobs(&delta.logprobs), tokens(context, &delta.token_ids));

@@ -144,7 +144,7 @@ impl<'a> Choice<'a> {
         finish_reason: Option<FinishReason>,
         tokens: TokenFields<'a>,
     ) -> Self {
-        // Clients read the first entry of a list.
+        // An empty list is left out, because clients read its first entry.
         let logprobs = logprobs.filter(|logprobs| !logprobs.tokens.is_empty()).map(Logprobs::chat);
         Self::ChatDelta { index, delta, logprobs, finish_reason, tokens }
     }

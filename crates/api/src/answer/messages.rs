@@ -179,7 +179,7 @@ impl Block {
             // Only Anthropic's models sign their thinking.
             Self::Thinking(text) => json!({ "type": "thinking", "thinking": text, "signature": "" }),
             Self::Text(text) => json!({ "type": "text", "text": text }),
-            // The arguments of a call that was cut off, or that makes no sense, are no object. The model's text remains a text.
+            // If the arguments are not an object, because the call was cut off or is malformed, the model's text is returned as text.
             Self::ToolUse { id, name, input } => match serde_json::from_str::<Value>(input) {
                 Ok(input @ Value::Object(_)) => tool_use(id, name, input),
                 Ok(_) | Err(_) => json!({ "type": "text", "text": format!("{name}{input}") }),
@@ -193,7 +193,7 @@ fn tool_use(id: &str, name: &str, input: Value) -> Value {
 }
 
 /// Returns Anthropic's object `usage`. The three counts of input tokens add up to the prompt. Nothing is charged for storing tokens in a
-/// cache, so tokens that were not cached are all plain input. `estimate`: the cached tokens while they are not known; clients expect integers.
+/// cache, so tokens that were not cached are all plain input. `estimate` stands for unknown cached tokens, because clients expect integers.
 fn usage(usage: &Usage, estimate: u32) -> Value {
     let cached = usage.prompt_tokens_details.cached_tokens.unwrap_or(estimate);
     json!({

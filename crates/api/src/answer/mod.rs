@@ -38,9 +38,10 @@ pub struct AnswerContext {
     pub model: Arc<ServedModel>,
     /// The answer's id.
     pub id: String,
-    /// The usage, up to the last part for which [`has_usage_at`](Self::has_usage_at) is true, or of the whole answer once it has ended.
+    /// The usage up to the last part for which [`has_usage_at`](Self::has_usage_at) is true; once the answer has ended, of the whole
+    /// answer.
     pub usage: Usage,
-    /// The router's estimate of the cached tokens, as of the answer's beginning, while the usage does not have them.
+    /// The router's estimate of the cached tokens at the answer's beginning, while `usage` lacks their number.
     pub cached_estimate: Option<u32>,
     /// The object `tandem`, once the answer has ended; `None`: the answer does not have it.
     pub details: Option<Value>,
@@ -49,11 +50,11 @@ pub struct AnswerContext {
     /// The time at which the answer began, in seconds since 1970.
     created: u64,
     request_id: String,
-    /// Set if the answer is streamed.
+    /// The usage in a streamed answer; `None` if the answer is not streamed.
     stream: Option<StreamUsage>,
     /// The number of answers to each prompt.
     samples: usize,
-    /// The tokens of each prompt; empty unless the answer has them.
+    /// The tokens of each prompt; empty lists if the answer does not have them.
     prompt_token_ids: Vec<Vec<TokenId>>,
     /// Whether the answer has the ids of the prompt's and the generated tokens.
     token_ids: bool,
@@ -150,9 +151,9 @@ pub struct Delta {
     pub token_ids: Vec<TokenId>,
     /// The number of these tokens that are reasoning.
     pub reasoning_tokens: u32,
-    /// Why the sample has ended; `None`: it has not.
+    /// The reason why the sample ended; `None` until then.
     pub finish: Option<FinishReason>,
-    /// The stop string at which the sample ended; `None` if it has not ended, or has ended for another reason.
+    /// The stop string at which the sample ended; `None` until then, or if it ended for another reason.
     pub stop_string: Option<String>,
 }
 
@@ -201,7 +202,7 @@ pub struct TokenLogprobs {
 
 /// Writes an answer in one format.
 pub trait AnswerFormat: Send {
-    /// Appends what follows from a part of the answer to the prompt with this index.
+    /// Appends the bytes for a part of the answer to the prompt with this index.
     fn write(&mut self, context: &AnswerContext, out: &mut Vec<u8>, prompt: usize, part: AnswerPart);
 
     /// Appends the end of the answer. An answer that is not streamed consists of only this.

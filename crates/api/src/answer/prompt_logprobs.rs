@@ -19,7 +19,7 @@ pub(super) struct PromptLogprobs<'a> {
     pub(super) alternatives: usize,
 }
 
-/// One token of the prompt, which has a logprob.
+/// A token of the prompt that has a logprob.
 struct Position<'a> {
     model: &'a ServedModel,
     token: (TokenId, f32),

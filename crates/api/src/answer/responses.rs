@@ -49,7 +49,7 @@ impl ResponseFormat {
         Self { request, origins, items: Vec::new(), open: false, finish: None, sequence_number: 0 }
     }
 
-    /// Returns the whole object.
+    /// Returns the response object.
     fn object(&self, context: &AnswerContext, status: &str, error: Value) -> Value {
         let ended = !matches!(status, "in_progress");
         let incomplete = (status == "incomplete").then(|| json!({ "reason": "max_output_tokens" }));
@@ -219,7 +219,7 @@ impl AnswerFormat for ResponseFormat {
     }
 
     fn write_error(&mut self, context: &AnswerContext, out: &mut Vec<u8>, failure: &AnswerFailure<'_>) {
-        // These are the codes of this API for errors of a server.
+        // The codes are those of OpenAI's Responses API.
         let code = if failure.status >= 500 { "server_error" } else { "invalid_prompt" };
         let object = self.object(context, "failed", json!({ "code": code, "message": failure.message }));
         self.event(context, out, "response.failed", json!({ "response": object }));

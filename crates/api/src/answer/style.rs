@@ -47,7 +47,7 @@ impl Style {
         }
     }
 
-    /// Returns when the logprobs of a token are sent in this format.
+    /// Returns whether this format sends a token's logprobs with its text or with its id.
     pub fn logprobs(&self) -> LogprobsWith {
         match self {
             Self::Choices(_) | Self::Response(..) | Self::Message => LogprobsWith::Text,

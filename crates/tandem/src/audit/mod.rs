@@ -348,7 +348,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }
     }
-    // Every answer lacks its winner for the same reason.
+    // If no client's id is in a ledger, all winners are missing for one reason.
     if !known.is_empty() && !known.iter().any(|id| requests.contains_key(id)) {
         let missing: Vec<Finding> = findings.extract_if(.., |finding| matches!(finding, Finding::NoWinner { .. })).collect();
         if let Some(Finding::NoWinner { request, .. }) = missing.first() {

@@ -43,7 +43,7 @@ impl ReportArgs {
         Ok(())
     }
 
-    /// Writes the reports to the files, and the search that they are from.
+    /// Writes the reports to the files, with the plan that they belong to, if any.
     ///
     /// # Errors
     /// A file cannot be written.

@@ -30,7 +30,7 @@ impl PlanArgs {
         self.plan
     }
 
-    /// Searches the smallest clusters, prints them, and writes the report, also if there are none.
+    /// Searches for the smallest clusters, prints them, and writes the report even if no cluster was found.
     ///
     /// # Errors
     /// The trace cannot be simulated, no cluster meets the service levels, or the report cannot be written.
@@ -120,7 +120,7 @@ fn impossible(idle: &IdleMisses, slo: &Slo, share: f64) -> String {
     )
 }
 
-/// Returns a share as a percentage that is not rounded up, so that it is never as large as a limit above it.
+/// Returns a share as a percentage, rounded down so that it never equals a limit above it.
 fn below(share: f64) -> String {
     format!("{:.1}%", (share * 1000.0 + 1e-9).floor() / 10.0)
 }

@@ -22,7 +22,7 @@ impl Bar {
         bar
     }
 
-    /// Begins again at 0, with another prefix. A second bar would be drawn below this one.
+    /// Starts again at 0 with this prefix. A second bar would be drawn below this one.
     pub(super) fn restart(&self, prefix: &str) {
         self.0.reset();
         self.0.set_message("");

@@ -155,7 +155,7 @@ pub fn run(args: SimulateArgs) -> Result<()> {
     args.report.write(&title, None, &reports)
 }
 
-/// Returns the simulation without faults.
+/// Returns the replay without faults.
 fn undisturbed<'a>(replay: &Replay<'a>) -> Replay<'a> {
     let mut cluster = SimulatedCluster { faults: Faults::default(), ..replay.cluster.clone() };
     cluster.workers.iter_mut().for_each(|worker| worker.slower = 1.0);

@@ -46,7 +46,6 @@ impl<'a> ChatCommand<'a> {
     }
 }
 
-/// Parses a temperature.
 pub(super) fn temperature(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|number| (0.0..=2.0).contains(number)).ok_or("write a number from 0 to 2")
 }

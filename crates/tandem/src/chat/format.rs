@@ -6,7 +6,7 @@ use unicode_width::UnicodeWidthChar;
 
 /// What begins and ends a block of code.
 const FENCE: &str = "```";
-/// The number of bytes that wait for the end of a mark, such as the second `**`. A line that is longer has no such mark.
+/// The maximum number of bytes that are held until the end of a mark, such as the second `**`, arrives. After more bytes, the mark is text.
 const HELD_MAX: usize = 200;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ struct LineWrap {
     width: usize,
     /// The column after what is written.
     column: usize,
-    /// The spaces after it, which are written before the next word unless that begins a line.
+    /// The spaces after what is written. They are written before the next word unless the word begins a line.
     spaces: usize,
     word: String,
     word_width: usize,
@@ -105,12 +105,12 @@ enum LineState {
     Complete,
 }
 
-/// What begins with a mark.
+/// The text from a mark on.
 #[derive(Debug, PartialEq)]
 enum MarkedText {
     /// The text between marks of `mark` bytes, which has `len` bytes.
     Span { mark: usize, len: usize, style: TextStyle },
-    /// This many bytes are not a mark.
+    /// This many bytes are plain text, not a mark.
     Literal(usize),
     /// The end of the mark may still arrive.
     Undecided,
@@ -119,11 +119,10 @@ enum MarkedText {
 /// Formats an answer. Each method returns what has to be written now.
 pub(super) struct TerminalAnswer {
     wrap: LineWrap,
-    /// The end of the current line whose format is not decided yet.
+    /// The last characters of the current line, whose format is not decided yet.
     held: String,
     /// Whether the kind of the current line is decided.
     is_begun: bool,
-    /// The style of the current line's text.
     line_style: TextStyle,
     /// Whether the text is within a block of code.
     is_code: bool,
@@ -197,7 +196,7 @@ impl TerminalAnswer {
     fn format(&mut self, text: &str, style: TextStyle) {
         self.before = text.chars().next_back().unwrap_or(self.before);
         if self.is_code {
-            // Code keeps its lines.
+            // Lines of code are not wrapped.
             let width = std::mem::replace(&mut self.wrap.width, usize::MAX);
             self.wrap.push(text, style);
             self.wrap.end_word();
@@ -207,7 +206,7 @@ impl TerminalAnswer {
         }
     }
 
-    /// Formats what is decided of the rest of a line. Returns its number of bytes.
+    /// Formats the rest of a line as far as its format is decided. Returns the number of formatted bytes.
     fn line(&mut self, text: &str, state: LineState) -> usize {
         let mut at = 0;
         if !self.is_begun {
@@ -237,7 +236,7 @@ impl TerminalAnswer {
         at + self.spans(&text[at..], state)
     }
 
-    /// Formats what is decided of a text with bold words and code. Returns its number of bytes.
+    /// Formats a text with bold words and code as far as its format is decided. Returns the number of formatted bytes.
     fn spans(&mut self, text: &str, state: LineState) -> usize {
         let mut at = 0;
         while let Some(plain) = text[at..].find(['`', '*']) {
@@ -268,7 +267,7 @@ impl TerminalAnswer {
     }
 }
 
-/// Returns what begins at the start of `rest`, which is a mark's character. `before` is the character before it.
+/// Classifies the text `rest`, which starts with a mark's character. `before` is the character before `rest`.
 fn marked(rest: &str, before: char, state: LineState) -> MarkedText {
     let mark = rest.chars().next().unwrap_or_default();
     let after = rest.trim_start_matches(mark);
@@ -358,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn code_between_fences_keeps_its_lines() {
+    fn code_between_fences_is_not_wrapped() {
         let answer = "See:\n```rust\nfn main() { a_long_call(); }\n  # **no** `marks`\n```\n**done**";
         let expected = "See:\n<d>```rust</>\n<c>fn main() { a_long_call(); }</>\n<c>  # **no** `marks`</>\n<d>```</>\n<b>done</>";
         assert_eq!(formatted(20, answer), expected);

@@ -67,8 +67,8 @@ impl UserInput {
     }
 }
 
-/// Returns the message that begins with this line, if that begins with quotes, or else the line. The end of the input ends the message, and Ctrl-C
-/// drops it.
+/// Returns the message of several lines that this line begins, if the line begins with quotes, or else the line. The end of the input ends
+/// the message, and Ctrl-C drops it.
 fn with_quoted_lines(entered: EnteredLine, mut next: impl FnMut() -> Result<EnteredLine>) -> Result<EnteredLine> {
     let EnteredLine::Text(line) = &entered else { return Ok(entered) };
     let Some(begun) = line.trim_start().strip_prefix(QUOTES) else { return Ok(entered) };

@@ -138,7 +138,7 @@ impl ChatSession {
         }
     }
 
-    /// Sets the system message; an empty one is removed. The messages after it stay.
+    /// Sets the system message; an empty text removes it. The other messages stay.
     fn set_system(&mut self, text: &str) {
         self.messages.retain(|message| message["role"] != "system");
         if !text.is_empty() {
@@ -213,7 +213,7 @@ impl ChatSession {
             self.messages.push(json!({ "role": "assistant", "content": text }));
         }
         if is_refused {
-            // Reasoning may have arrived: the error is not part of it.
+            // If reasoning was printed, it is ended before the error is shown.
             let begun = format.filter(|_| summary.first.is_some());
             write(&begun.map_or_else(String::new, |mut format| format.end("")))?;
         } else {
@@ -249,7 +249,7 @@ fn models(server: &HttpServer, key_env: &str) -> Result<Vec<String>> {
     Ok(ids.map(str::to_owned).collect())
 }
 
-/// Parses a reply. Fails with advice if it is an error or not OpenAI's.
+/// Parses a reply. Fails with advice if it is an error or not in OpenAI's format.
 fn check(status: u16, body: &str, server: &ServerAddress, key_env: &str) -> Result<Value> {
     let parsed = serde_json::from_str::<Value>(body);
     let message = parsed.as_ref().ok().and_then(|body| {

@@ -1,4 +1,4 @@
-//! What `-h` shows: the commands in groups, and of a role the flags that a first user needs. `--help` shows all flags.
+//! What `-h` shows: the commands in groups and, for a role, the flags that a new user needs. `--help` shows all flags.
 
 use super::Cli;
 use clap::{CommandFactory, error::ContextValue};
@@ -52,7 +52,7 @@ const OTHER_COMMANDS: [(&str, &str); 12] = [
     ("version", "did you mean `tandem --version`?"),
 ];
 
-/// Returns the command line as `args` need it: with the short help of roles if they ask for it.
+/// Returns the program's command, with the short help of roles if `args` ask for it.
 pub(super) fn command_for(args: &[OsString]) -> clap::Command {
     let command = Cli::command();
     let groups = groups(&command);
@@ -84,7 +84,7 @@ fn groups(command: &clap::Command) -> String {
     text.trim_end().to_owned()
 }
 
-/// Returns the role with the flags that a first user needs, each with a help of one line.
+/// Returns the role with the flags that a new user needs, each with a help of one line.
 fn shortened(role: clap::Command) -> clap::Command {
     let name = role.get_name().to_owned();
     let role = role.mut_args(|arg| match FIRST_FLAGS.iter().position(|(id, _)| arg.get_id() == *id) {
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn short_help_of_a_role_has_the_flags_of_a_first_user() {
+    fn short_help_of_a_role_has_the_flags_that_a_new_user_needs() {
         for (role, flags) in [
             ("up", ["--model", "--listen", "--engine", "--prefill-workers", "--api-keys-file"]),
             ("router", ["--listen", "--workers", "--peers", "--etcd", "--cluster-key-file"]),
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn first_flags_exist() {
+    fn flags_of_the_short_help_exist() {
         let command = Cli::command();
         for (id, _) in FIRST_FLAGS {
             assert!(command.get_subcommands().any(|role| role.get_arguments().any(|arg| arg.get_id() == id)), "{id}");

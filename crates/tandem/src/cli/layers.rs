@@ -49,7 +49,7 @@ impl Cli {
     }
 }
 
-/// Returns the command without its variables of the environment that are empty. Compose files set variables so that have no value.
+/// Returns the command without the environment variables that are empty. Compose files set variables without a value to the empty text.
 fn without_empty_variables(command: clap::Command) -> clap::Command {
     let is_empty = |arg: &clap::Arg| arg.get_env().and_then(std::env::var_os).is_some_and(|value| value.is_empty());
     command.mut_args(|arg| if is_empty(&arg) { arg.env(None::<&str>) } else { arg }).mut_subcommands(without_empty_variables)
@@ -127,7 +127,7 @@ fn similar_key(command: &clap::Command, role: &str, key: &str) -> Option<String>
     Some(suggested.trim_start_matches('-').to_owned())
 }
 
-/// What Rust says of a number that cannot be read, and what this program says.
+/// Rust's messages about invalid numbers, and this program's messages in place of them.
 const NUMBERS: [(&str, &str); 4] = [
     ("invalid digit found in string", "write a whole number"),
     ("cannot parse integer from empty string", "write a whole number"),

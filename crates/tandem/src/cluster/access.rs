@@ -17,7 +17,6 @@ pub(super) struct ApiAccess {
     listens: SocketAddr,
     /// The file with the certificate; `None`: the API is served without TLS.
     certificate: Option<PathBuf>,
-    /// Whether clients need an API key.
     pub(super) needs_key: bool,
 }
 
@@ -40,7 +39,7 @@ impl ApiAccess {
         }
     }
 
-    /// Returns how commands of this user find the cluster with this API, router and key.
+    /// Returns the entry by which commands of this user find the cluster with this API, router and key.
     pub(super) fn running(&self, router: SocketAddr, key: &KeySource) -> RunningCluster {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let key = match key {
@@ -115,7 +114,7 @@ fn certified_name(path: &Path, ip: IpAddr) -> Option<String> {
     certificate.valid_dns_names().find(|name| !name.contains('*')).map(str::to_owned)
 }
 
-/// Returns the address from which this machine reaches other networks, of the same family. No packet is sent.
+/// Returns the address, of the same family, from which this machine reaches other networks. No packet is sent.
 fn own_address(family: IpAddr) -> Option<IpAddr> {
     // Addresses that are reserved for documentation.
     let (any, other) = match family {

@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn engine_of_another_machine_chooses_a_repository_only_if_it_is_trusted_and_never_a_path() {
+    fn engine_on_another_machine_chooses_a_repository_only_if_trusted_and_never_a_path() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().to_str().expect("the path is text");
         for url in ["http://10.0.0.11:8001", "https://engine", "http://localhost.evil.example", "http://127.0.0.1@evil.example"] {

@@ -12,7 +12,7 @@ use tandem_process::Shutdown;
 use tandem_proto::v1::worker_info::Role;
 use tandem_text::ServedModel;
 
-/// The models of all servers. If a model is a LoRA, it has the id of its base model.
+/// The models of all servers, each with the id of its base model if it is a LoRA.
 struct FleetModels(Vec<(ServedModel, Option<String>)>);
 
 /// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizers of their models. The model of the first server
@@ -61,7 +61,6 @@ pub(super) async fn workers(
             workers.push(Worker { id, role, address, advertise: None, model, loras, engine: None, kv_tokens });
         }
     }
-    // Prefill workers are listed first.
     workers.sort_by_key(|worker| worker.role != Role::Prefill);
     Ok((workers, models.0.into_iter().map(|(served, _)| served).collect()))
 }
@@ -96,7 +95,7 @@ impl FleetModels {
         Ok(())
     }
 
-    /// Returns a model that is known from an earlier server. Its context length is reduced to that of this server, if this is shorter.
+    /// Returns a model that is known from an earlier server. Its context length is reduced to this server's, if that is shorter.
     fn known(&mut self, id: &str, base: Option<&str>, context_length: u32) -> Result<Option<ServedModel>, StartError> {
         let Some(at) = self.position(id) else { return Ok(None) };
         let (served, base_of_earlier) = &mut self.0[at];

@@ -99,7 +99,7 @@ impl Worker {
     }
 }
 
-/// Returns the tokens that fit into the engine's KV memory.
+/// Returns the number of tokens that fit into the engine's KV memory.
 fn kv_tokens(engine: &EngineHandle) -> u64 {
     let info = engine.info();
     u64::from(info.capacity_blocks) * u64::from(info.block_size)
@@ -114,7 +114,8 @@ impl Cluster {
         Self::start_found_in(settings, &[]).await
     }
 
-    /// Starts as [`Cluster::start`] does, and writes into the first of these folders that can be used the file by which commands find the cluster.
+    /// Starts as [`Cluster::start`] does. Writes the file by which commands find the cluster into the first of these folders that can be
+    /// used.
     ///
     /// # Errors
     /// The errors are those of [`Cluster::start`]. Folders that cannot be used are no error.
@@ -336,7 +337,7 @@ async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, 
     bind(address, flag, false)
 }
 
-/// Binds a socket. `shared`: other processes may listen on the same port if they have set this as well.
+/// Binds a socket. With `shared`, other processes that also set it may listen on the same port.
 fn bind(address: SocketAddr, flag: &'static str, shared: bool) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
@@ -359,8 +360,8 @@ async fn joined(mut router: RouterClient<Channel>) -> usize {
     router.workers(WorkersRequest {}).await.map_or(0, |reply| reply.get_ref().workers.len())
 }
 
-/// Returns whether the frontend is ready, as a load balancer would check it at `/ready`. If the frontend serves https only, its metrics say so: its
-/// certificate need not be one for this address.
+/// Returns whether the frontend is ready, as a load balancer would check it at `/ready`. If the frontend serves only https, its metrics are
+/// read instead, because its certificate need not be valid for this address.
 async fn is_ready(frontend: SocketAddr, encrypted: Option<&Metrics>) -> bool {
     if let Some(metrics) = encrypted {
         return metrics.render().lines().any(|line| line == "tandem_frontend_ready 1");

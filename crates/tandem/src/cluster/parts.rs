@@ -65,7 +65,7 @@ struct AccessFiles {
     audit_log: Option<LineFile>,
 }
 
-/// Reports when it is dropped that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
+/// Reports on drop that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
 struct PartReport {
     part: String,
     error: Option<Box<dyn std::error::Error + Send + Sync>>,
@@ -145,8 +145,8 @@ impl ClusterParts {
         Ok(())
     }
 
-    /// Answers on the sockets of the frontend that the process starts, until the returned values end. To be called when the frontend's files
-    /// are open.
+    /// Answers requests on the frontend's sockets while the frontend starts, until the returned values are ended. Must be called after the
+    /// frontend's files are opened.
     pub(super) fn starting(
         &self,
         listener: &TcpListener,
@@ -274,7 +274,7 @@ impl ClusterParts {
         shutdown.track(self.reporting(part, run));
     }
 
-    /// Returns the task of a part, whose end ends the process unless it drains.
+    /// Returns the task of a part. Its end ends the process, unless the process drains.
     pub(super) fn reporting<E, F>(&self, part: &str, run: F) -> impl Future<Output = ()> + Send + 'static + use<E, F>
     where
         E: std::error::Error + Send + Sync + 'static,

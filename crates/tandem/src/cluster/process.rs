@@ -60,8 +60,8 @@ impl Process {
             let admin = settings.admin_listen.map(|address| bind(address, "--admin-listen", shared)).transpose()?;
             Ok((bind(settings.common.listen, "--listen", shared)?, admin))
         };
-        // A port that is in use is an error before a model is downloaded. A shared port gets connections as soon as it is bound, so it is bound
-        // when the model is loaded.
+        // The port is bound before a model is downloaded, so that a port in use is reported at once. A shared port gets connections as soon
+        // as it is bound, so it is bound after the model is loaded.
         let bound = if shared { None } else { Some(bind()?) };
         let hosts = settings.frontend.limits.hosts.hosts();
         let begin =

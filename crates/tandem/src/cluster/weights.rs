@@ -59,7 +59,7 @@ enum ModelDevice {
 pub(super) struct DeviceShare {
     /// The number of engines, which share the memory.
     pub(super) engines: u32,
-    /// Whether the engine's work runs before that of engines that are not urgent.
+    /// Whether the engine's work runs before that of other engines.
     pub(super) urgent: bool,
 }
 
@@ -226,7 +226,7 @@ pub(super) fn with_parsers(
 pub(super) async fn load_tokenizer(store: StoreArgs, source: ModelSource, id: Option<String>) -> Result<ServedModel, StartError> {
     on_blocking_thread(move || {
         let StoredModel { path, id: stored_id, .. } = Store::new(store)?.get_tokenizer(&source)?;
-        // A repository's files are in a folder that is named after the commit.
+        // The path of a repository's files contains the commit.
         tracing::info!(%source, path = %path.display(), "loading the tokenizer and the chat template");
         // The default id of a model is the name of its repository, as in vLLM.
         let by_default = if let ModelSource::HuggingFace { repository, .. } = source { repository } else { stored_id };

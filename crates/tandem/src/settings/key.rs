@@ -12,7 +12,7 @@ use std::{
 use tandem_process::{read_secret_file, retry::error_chain};
 use tandem_proto::ClusterKey;
 
-/// Permission bits that let all users read a file, and that let its group read it.
+/// The permission bits with which all users, or a file's group, may read it.
 const READABLE_BY_ALL: u32 = 0o004;
 const READABLE_BY_GROUP: u32 = 0o040;
 

@@ -56,7 +56,7 @@ impl<T: ValueEnum> fmt::Display for ForModel<T> {
     }
 }
 
-/// The names of all parsers.
+/// Returns the names of all parsers.
 fn names<T: ValueEnum>() -> String {
     let names: Vec<String> =
         T::value_variants().iter().filter_map(T::to_possible_value).map(|value| value.get_name().to_owned()).collect();
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn parser_of_one_model_takes_precedence_over_the_parser_of_all() {
+    fn parser_for_one_model_overrides_the_parser_for_all_models() {
         let parse = |text: &str| text.parse::<ForModel<ToolCallParser>>();
         let values = ["a=mistral", "hermes", "b=c=none"].map(|text| parse(text).expect("the parser exists"));
         assert_eq!(of_model(&values, "a"), Some(ToolCallParser::Mistral));

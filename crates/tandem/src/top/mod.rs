@@ -85,8 +85,8 @@ struct WorkersView {
 }
 
 impl RouterConnection {
-    /// Connects to the router that is named, to that of the only running cluster of this user, or to the default. The key of a running cluster is
-    /// found with it, unless a file with a key is given.
+    /// Connects to the named router, to the router of this user's only running cluster, or to the default address. A running cluster's file
+    /// has its key, which is used unless `--cluster-key-file` is given.
     fn open(args: &TopArgs) -> Result<Self> {
         let tls = args.cluster_tls.open(PeerRole::Tool, None)?;
         let folders = running::folders();

@@ -5,14 +5,14 @@ use clap::ValueEnum;
 use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
 use tandem_proto::v1::{StepTotals, TierView, UnavailableWorker, WorkerView, WorkersReply};
 
-/// The columns, from left to right: texts first, which are aligned to the left, then numbers.
-/// By which column the rows are sorted, and whether in descending order.
+/// The column by which the rows are sorted, and whether the order is descending.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SortOrder {
     pub by: Column,
     pub reverse: bool,
 }
 
+/// The columns, from left to right: texts first, which are aligned to the left, then numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum Column {
     /// Worker id
@@ -51,7 +51,7 @@ impl Column {
         Self::value_variants()
     }
 
-    /// Returns the two lines of the column's head; texts have one.
+    /// Returns the two lines of the column's head; the second line of a text column is empty.
     pub(super) fn head(self) -> [&'static str; 2] {
         match self {
             Self::Worker => ["worker", ""],
@@ -205,8 +205,8 @@ impl TextTable {
         format!("{}\n\n{table}{gap}{notes}", wrapped(&self.title, width).join("\n"))
     }
 
-    /// Returns the columns that fit into this width with a space between them, and how many do not. The column `by` which the rows are sorted is
-    /// always one of the first.
+    /// Returns the columns that fit into this width with a space between them, and how many do not. The sort column `by` is always
+    /// returned.
     pub(super) fn columns(&self, width: usize, by: Column) -> (Vec<Column>, usize) {
         let mut columns = Column::all().to_vec();
         for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != by) {
@@ -220,7 +220,7 @@ impl TextTable {
         (columns, hidden)
     }
 
-    /// Returns the width of a column. That `by` which the rows are sorted has an arrow in its head.
+    /// Returns the width of a column. The head of the sort column `by` has an arrow.
     pub(super) fn width(&self, column: Column, by: Column) -> usize {
         let longest = self.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
         let [upper, lower] = column.head();
@@ -228,7 +228,7 @@ impl TextTable {
     }
 }
 
-/// Breaks a text into lines of at most `width` characters, at spaces if there are any.
+/// Breaks a text at spaces into lines of at most `width` characters. A longer word is a line of its own.
 pub(super) fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {

@@ -1,4 +1,4 @@
-//! Sends thousands of requests while workers are killed repeatedly and a fifth of the clients disconnects.
+//! Sends thousands of requests while workers are killed repeatedly. The clients of a fifth of the requests disconnect.
 
 use crate::{
     requests::{AnswerText, answer_text, largest_gap, recovery, request, undisturbed},

@@ -41,7 +41,7 @@ const IDLE_MAX: f64 = 0.01;
 const WORKERS: u32 = 1_000;
 const BLOCKS: u32 = 4_096;
 const RESIDENT_MAX_KIB: f64 = 1_048_576.0;
-/// The interval between a worker's heartbeats.
+/// A worker's heartbeat interval.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 /// The unit of Linux's process times is a hundredth of a second.
 const TICKS: f64 = 100.0;

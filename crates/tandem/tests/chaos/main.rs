@@ -61,7 +61,7 @@ fn failure_of_any_process_in_a_cluster_with_certificates_loses_no_answer() {
     several::run(Form::Short, true, |row| print_and_check(&row));
 }
 
-/// Makes the tests that measure run one after another.
+/// Locks out other tests that measure, so that they run one after another.
 fn run_alone() -> MutexGuard<'static, ()> {
     static RUNNING: Mutex<()> = Mutex::new(());
     RUNNING.lock()

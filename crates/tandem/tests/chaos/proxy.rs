@@ -26,7 +26,6 @@ pub enum Gate {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Dialers {
     All,
-    /// The processes with these ids.
     Processes(Vec<u32>),
 }
 

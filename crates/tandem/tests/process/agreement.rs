@@ -18,8 +18,8 @@ const SPEEDUP: f64 = 4.0;
 const KV_TOKENS: &str = "524288";
 const BLOCK_TOKENS: &str = "512";
 const STEP_TOKENS: &str = "512";
-/// The processes run this often, and the cluster is simulated with this many seeds of the tie-break. The means of the figures are compared, because
-/// those of single runs differ.
+/// The number of runs of the processes, and of simulations, each with another seed of the tie-break. The means of the figures are compared,
+/// because single runs differ.
 const RUNS: usize = 4;
 const SEEDS: usize = 16;
 
@@ -38,7 +38,7 @@ fn report(args: &[&str], folder: &Path) -> Value {
     parsed["reports"][0].clone()
 }
 
-/// The processes of a cluster, which are killed when it is dropped.
+/// The processes of a cluster, killed when this value is dropped.
 struct Processes {
     frontend: Up,
     _others: Vec<Up>,

@@ -151,7 +151,7 @@ fn plan_names_the_smallest_cluster_in_text_and_page() {
 
 #[test]
 fn plan_says_why_no_cluster_is_large_enough_and_writes_the_report() {
-    // A prompt every 10 ms, each of which needs 55 ms.
+    // A prompt arrives every 10 ms and needs 55 ms.
     let rows: String = (0..200).map(|number| row(number * 10, &format!("{}, {}", 2 * number, 2 * number + 1), 1_024)).collect();
     let (folder, trace) = trace(&rows);
     let html = folder.path().join("plan.html");

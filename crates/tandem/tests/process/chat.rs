@@ -10,7 +10,6 @@ use std::{
     process::{Output, Stdio},
 };
 
-/// Runs `tandem chat` with these messages.
 fn chat(args: &[&str], key: Option<&str>, messages: &str) -> Output {
     let mut command = tandem(&[&["chat"], args].concat());
     command.stdin(Stdio::piped());

@@ -36,7 +36,7 @@ pub fn until<T: std::fmt::Debug>(what: &str, read_value: impl Fn() -> T, holds: 
     }
 }
 
-/// Returns an address of this machine that no other test process uses. Its port is below those that the system assigns to port 0.
+/// Returns an address of this machine that no other test process uses. Its port is below those that the system assigns for port 0.
 pub fn address() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 10_000 + (std::process::id() % 200) as u16 * 100;
@@ -77,9 +77,9 @@ pub struct Plan {
     folder: tempfile::TempDir,
     pub routers: Vec<SocketAddr>,
     pub key: ClusterKey,
-    /// The folder with the processes' certificates; `None`: they have none.
+    /// The folder with the processes' certificates; `None` without TLS.
     certificates: Option<PathBuf>,
-    /// Opens stdout and stderr of the processes; `None`: the test reads stdout, and stderr is a file.
+    /// Opens stdout and stderr of the processes. With `None`, the test reads stdout, and stderr is a file.
     output: Option<fn() -> Stdio>,
     pub runtime: tokio::runtime::Runtime,
 }

@@ -14,7 +14,7 @@ fn drains(process: Up) {
     assert_eq!(process.wait().0.code(), Some(0));
 }
 
-/// Starts `up` and each role with this stdout and stderr, and restarts a worker and the router. `loses`: log lines are lost from the start.
+/// Starts `up` and each role with this stdout and stderr, and restarts a worker and the router. `loses` says whether log lines are lost.
 fn served_with(output: fn() -> Stdio, loses: bool) {
     let at = address();
     let listen = at.to_string();

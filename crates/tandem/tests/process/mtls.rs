@@ -53,7 +53,6 @@ impl Cluster {
         network.connect_lazy(&channel::endpoint(&at.to_string()).expect("the address is valid"))
     }
 
-    /// Calls a worker at this address.
     fn describe(&self, at: SocketAddr, tls: Option<ClusterTls>) -> Result<(), Status> {
         let channel = self.channel(at, tls);
         self.plan.runtime.block_on(ControlClient::new(channel).describe(DescribeRequest::default())).map(drop)
@@ -76,7 +75,6 @@ impl Cluster {
     }
 }
 
-/// Returns the ports on which a process listens.
 fn ports(process: &Up) -> BTreeSet<u16> {
     let files = fs::read_dir(format!("/proc/{}/fd", process.id())).expect("the process runs");
     let targets = files.flatten().filter_map(|file| fs::read_link(file.path()).ok()?.into_os_string().into_string().ok());
@@ -100,7 +98,7 @@ fn every_port_refuses_processes_without_a_certificate_of_the_cluster() {
     let cluster = Cluster::start(&ours);
     until("the routers are connected", || cluster.plan.view().peers, |peers| *peers == 1);
     chat(cluster.frontend(), &"a prompt of many blocks ".repeat(30));
-    // Each process has two ports: for gRPC (of a frontend: for clients), and for metrics. The ports for metrics serve no calls of the cluster.
+    // Each process has a port for gRPC (a frontend: for clients) and one for metrics, which serves no calls of the cluster.
     for (name, process) in &cluster.processes {
         let ports = ports(process);
         assert_eq!(ports.len(), 2, "the ports of the {name}: {ports:?}");

@@ -35,9 +35,9 @@ impl Cluster {
         cluster
     }
 
-    /// Lets clients send requests one after another until `during_load` has returned; half of the clients open a connection for each. Panics
-    /// unless every answer is complete. A client repeats a request only if its connection breaks and `may_break` allows it. Returns how often
-    /// that happened.
+    /// Lets clients send requests one after another until `during_load` has returned; half of the clients open a connection for each.
+    /// Panics unless every answer is complete. A client repeats a request only if its connection breaks and `may_break` allows it. Returns
+    /// the number of repetitions.
     fn under_load(&mut self, may_break: bool, during_load: impl FnOnce(&mut Self)) -> u32 {
         let (over, answers, repeated, api) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0), self.api);
         std::thread::scope(|scope| {

@@ -21,7 +21,6 @@ impl User {
         Self(tempfile::tempdir().expect("the system can create a temporary folder"))
     }
 
-    /// Returns a command of this user.
     fn command(&self, args: &[&str]) -> Command {
         let mut command = tandem(args);
         command.env("XDG_RUNTIME_DIR", self.0.path().join("run")).env("XDG_STATE_HOME", self.0.path().join("state"));
@@ -125,7 +124,7 @@ fn file_of_a_killed_cluster_is_removed_and_one_that_others_may_read_is_refused()
     assert_eq!(user.top(&[]).0, Some(0));
     drop(up);
 
-    // A folder of other users' is not used: the state folder takes its place.
+    // A folder that other users can read is not used: the state folder takes its place.
     let folder = user.0.path().join("run/tandem");
     set_mode(&folder, 0o755);
     let _up = user.up(&[]);

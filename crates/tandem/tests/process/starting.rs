@@ -11,7 +11,7 @@ use std::{
     process::{Child, Stdio},
 };
 
-/// Starts `up` in front of an engine that no server answers for.
+/// Starts `up` for an engine whose server does not answer.
 fn waiting_for_its_engine(at: SocketAddr) -> Up {
     let args = ["up", "--engine", "llama-cpp", "--engine-url", "http://127.0.0.1:1", "--listen", &at.to_string()];
     let folder = tempfile::tempdir().expect("the system can create a temporary folder");
@@ -74,7 +74,7 @@ fn commands_wait_for_a_server_that_starts_and_say_why() {
 }
 
 #[test]
-fn api_that_is_open_to_the_network_is_a_warning() {
+fn warning_is_logged_if_the_api_is_open_to_the_network() {
     let keys = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
     let file = keys.path().to_str().expect("the path is UTF-8");
     for (args, warns) in [

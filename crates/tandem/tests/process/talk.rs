@@ -39,7 +39,7 @@ pub fn chat_body(text: &str, max_tokens: u32, stream: bool) -> String {
     )
 }
 
-/// Sends a chat that is not streamed. Returns its answer and its cached tokens.
+/// Sends a chat that is not streamed. Returns the answer and its number of cached tokens.
 pub fn chat(frontend: &Up, text: &str) -> (String, u64) {
     let answer = frontend.answer("/v1/chat/completions", &chat_body(text, 8, false));
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");

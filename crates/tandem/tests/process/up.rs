@@ -6,8 +6,8 @@ use std::{
     process::{Child, Command, ExitStatus, Stdio},
 };
 
-/// Returns a command that runs the binary, in an environment without `TANDEM_` variables. It does not find the clusters of the user of
-/// these tests, but those of other tests.
+/// Returns a command that runs the binary without `TANDEM_` variables. It finds the clusters that other tests started, but none of the
+/// user's.
 pub fn tandem(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TANDEM_")) {

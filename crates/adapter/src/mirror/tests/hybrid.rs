@@ -1,8 +1,8 @@
-//! Hybrid models: what a mirror promises of a prefix equals a plain model of vLLM's rule.
+//! Hybrid models: a mirror returns the same reusable prefix as a plain model of vLLM's rule.
 
 use super::*;
 
-/// What a group of layers needs to continue after `n` blocks of a prompt, in the words of vLLM: all blocks, the last window, or the last block.
+/// What a group of layers needs to continue after `n` blocks of a prompt: all blocks, the last window, or the last block.
 #[derive(Clone, Copy, Debug)]
 enum Layers {
     Full,
@@ -10,7 +10,7 @@ enum Layers {
     State,
 }
 
-/// One group of each kind, and a second one with full attention. Windows of 6 and 9 tokens need the last 2 blocks of 4 tokens.
+/// The kind of each group. With blocks of 4 tokens, the windows of 6, 9 and 14 tokens need the last 2, 2 and 4 blocks.
 const LAYERS: [Layers; 6] = [Layers::Window(6), Layers::Window(9), Layers::State, Layers::Full, Layers::Full, Layers::Window(14)];
 /// The first group with full attention, whose blocks are mirrored.
 const FULL: usize = 3;
@@ -88,7 +88,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn promised_prefix_equals_the_rule_of_the_groups(steps in steps()) {
+    fn cached_prefix_is_the_longest_prefix_that_every_group_can_continue(steps in steps()) {
         let mut mirror = mirror();
         let mut held = vec![BTreeMap::new(); LAYERS.len()];
         // All groups are known from the first prompt on, as in vLLM, where each prompt is stored in every group.
@@ -135,7 +135,7 @@ proptest! {
 }
 
 #[test]
-fn prefix_is_promised_only_up_to_the_windows_that_are_kept() {
+fn prefix_is_reusable_only_if_the_window_at_its_end_is_cached() {
     let mut mirror = mirror();
     let prompt = tokens(1, 5);
     let all = hashes(&prompt);
@@ -159,9 +159,9 @@ fn prefix_is_promised_only_up_to_the_windows_that_are_kept() {
     assert_eq!(mirror.cached_blocks(), 5 * K, "the blocks themselves are still cached");
 }
 
-/// Of a prefix that vLLM found in its cache, it lists all blocks for every group, although a window holds only the last ones.
+/// For a prefix found in its cache, vLLM lists all blocks for every group, although a group with a window may hold only the last ones.
 #[test]
-fn found_prefix_is_held_only_as_far_as_a_window_needs_it() {
+fn cache_hit_counts_only_the_blocks_that_a_window_needs() {
     let mut mirror = mirror_with(|settings| settings.hits_are_reported = true);
     let prompt = tokens(1, 5);
     let window = |hashes: &[u64]| {

@@ -295,7 +295,7 @@ proptest! {
 }
 
 #[test]
-fn payload_of_very_many_values_is_refused_before_it_is_decoded() {
+fn payload_with_too_many_values_is_refused_before_it_is_decoded() {
     let list = |count: usize| {
         let numbers = [&[0xdd][..], &(count as u32).to_be_bytes(), &vec![1; count]].concat();
         [&[0x92, 1][..], &numbers].concat()

@@ -16,7 +16,7 @@ pub(super) const MESSAGE_MAX: usize = crate::vllm::events::PAYLOAD_MAX;
 pub(super) const FRAMES_MAX: usize = 8;
 /// The number of bytes that are read at once.
 const READ: usize = 64 << 10;
-/// The length of a greeting.
+/// The length of a greeting, in bytes.
 const GREETING: usize = 64;
 /// The flags of a frame.
 const MORE: u8 = 1;
@@ -132,7 +132,7 @@ impl ZmtpConnection {
         loop {
             let frame = self.frame().await?;
             if frame.is(b"\x04PING") {
-                // The answer repeats the context, which follows the two bytes of a time. It has at most 16 bytes.
+                // The answer repeats the ping's context of at most 16 bytes, which follows a TTL of two bytes.
                 let context = frame.body.get(7..).unwrap_or_default();
                 self.put(COMMAND, &[&b"\x04PONG"[..], &context[..context.len().min(16)]].concat());
             }
@@ -215,7 +215,7 @@ mod tests {
     use super::*;
     use tokio::io::duplex;
 
-    /// Returns the result of the first message that a peer sends with these bytes after its greeting, and what the peer has received.
+    /// Returns the first message in these bytes, which a peer sends after its greeting, and all bytes that the peer has received.
     async fn first_message(bytes: &[u8]) -> (Result<Vec<Bytes>, SocketError>, Vec<u8>) {
         let (client, mut peer) = duplex(32 << 20);
         let mut greeting = [0; GREETING];
