@@ -141,8 +141,8 @@ impl Run {
         next
     }
 
-    /// Returns the next part for a stream, or the comment that is to be sent before it; `None` for the one that keeps the connection open.
-    /// Cancel-safe.
+    /// Returns the next part for a stream. If a comment has to be sent before it, returns the comment as the error; `Err(None)` stands for
+    /// the comment that keeps the connection open. Cancel-safe.
     pub(super) async fn next_or_comment(&mut self) -> Result<Option<Result<(usize, AnswerPart), ApiError>>, Option<Bytes>> {
         let (keep_alive, mut queued) = (self.keep_alive, self.queued.clone());
         tokio::select! {
@@ -190,7 +190,7 @@ impl Run {
             }
             self.progress.record(index, &event);
             if let Some(part) = prompt.part(event) {
-                // The sum over all prompts is not computed for each token of each prompt.
+                // Only parts that have the usage need the sum over all prompts, which is too costly for each token.
                 if self.context.has_usage_at(&part) {
                     self.context.usage = self.progress.usage();
                     let is_unknown = self.context.usage.prompt_tokens_details.cached_tokens.is_none();

@@ -178,7 +178,7 @@ async fn send_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
     stream
 }
 
-/// As with most servers: whether a client still reads cannot be known from a FIN.
+/// Most servers behave like this, because a FIN does not show whether the client still reads.
 #[tokio::test]
 async fn client_that_closes_its_sending_half_counts_as_disconnected() {
     for version in ["1.0", "1.1"] {

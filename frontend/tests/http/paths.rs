@@ -22,7 +22,7 @@ async fn version_ping_and_load_have_vllms_fields() {
 }
 
 #[tokio::test]
-async fn root_leads_to_the_chat() {
+async fn root_redirects_to_the_chat() {
     for dashboard_requests in [0, 512] {
         let cluster = Cluster::with(|settings| settings.dashboard_requests = dashboard_requests).await;
         let root = cluster.send(Method::GET, "/", &[], "").await;

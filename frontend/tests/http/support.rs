@@ -98,7 +98,7 @@ impl Router for FakeRouter {
         tokio::spawn(async move {
             while let Ok(Some(RouteRequest { message: Some(message) })) = requests.message().await {
                 if matches!(message, route_request::Message::AnswerFinished(_)) {
-                    // It always precedes the end of the stream of a complete answer; the tests of several routers check it.
+                    // This message precedes the end of the stream of every complete answer; tests/http/routers.rs checks it.
                     continue;
                 }
                 let expects_reply = !matches!(message, route_request::Message::PrefillFinished(_));
@@ -108,7 +108,7 @@ impl Router for FakeRouter {
                     let Some(reply) = scripted.unwrap_or_else(|| Some(route_reply::Message::Placement(local(decode)))) else {
                         break;
                     };
-                    // A router of a later version sends a kind of message that the frontend does not know, and skips.
+                    // The frontend must skip this message, which stands for an unknown one from a router of a later version.
                     replies.send(Ok(RouteReply { message: None })).await.ok();
                     replies.send(Ok(RouteReply { message: Some(reply) })).await.ok();
                 }
@@ -177,7 +177,8 @@ impl Cluster {
         Self::with(|_| {}).await
     }
 
-    /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens. Requests do not wait for a router.
+    /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens. Requests do not wait for a
+    /// router.
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
         let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
