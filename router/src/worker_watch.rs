@@ -59,7 +59,7 @@ impl Watch for WorkerWatcher {
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, ConnectionEnd> {
         let Self(remote) = self;
         let mut control = ControlClient::new(remote.connect().await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
-        // The worker writes it to its own log.
+        // The worker writes the refusal to its own log.
         let refusal = remote.cluster.lock().unavailable.refusal(&remote.address);
         let info = remote.in_time(control.describe(DescribeRequest { refusal })).await?.map_err(not_described)?.into_inner();
         let series = {
@@ -155,7 +155,7 @@ impl WorkerConnection<'_> {
         }
     }
 
-    /// Removes the worker from the members. Returns the error that says whether it was one.
+    /// Removes the worker from the members. Returns the error; [`ConnectionEnd::Lost`] if the worker was a member.
     fn ended(&mut self, end: ConnectionEnd) -> ConnectionEnd {
         let Some(id) = self.member.take() else { return end };
         self.remote.cluster.leave(id);
@@ -307,7 +307,7 @@ impl WorkerConnection<'_> {
     }
 }
 
-/// The worker is no longer listed, or the router ends.
+/// Removes a worker that is still a member because it is no longer listed, or because the router ends.
 impl Drop for WorkerConnection<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.member {

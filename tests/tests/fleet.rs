@@ -153,7 +153,8 @@ async fn restarted_cluster_finds_cached_prompts_if_its_key_is_the_same() -> Resu
     Ok(())
 }
 
-/// Waits until the router knows all blocks in the engines' caches, and no engine has work. An engine's block consists of two blocks of the cluster.
+/// Waits until the router knows all blocks in the engines' caches, and no engine has work. An engine's block consists of two blocks of the
+/// cluster.
 async fn indexed(cluster: &Cluster, fleet: &Fleet) -> Result<()> {
     until("the index knows all cached blocks", async || {
         let view = view(cluster).await?;
@@ -352,7 +353,7 @@ async fn each_data_parallel_rank_of_a_server_is_a_worker() -> Result<()> {
     Ok(())
 }
 
-/// The questions are shorter than a block. So what a conversation's next prompt has in common with the caches is the previous answer.
+/// The questions are shorter than a block, so only blocks with the previous answer let the next prompt find its server.
 #[tokio::test(flavor = "multi_thread")]
 async fn conversation_stays_on_the_server_that_has_computed_its_answer_if_servers_publish_no_events() -> Result<()> {
     let fleet = Fleet::with(2, |settings| settings.events = false).await?;

@@ -32,12 +32,12 @@ pub(super) struct BookingEntry {
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
-    /// What the router predicted when it placed the request; `None` if another router placed the request, or once the prediction was compared
-    /// with the cached tokens that the engine found.
+    /// What the router predicted when it placed the request; `None` if another router placed the request, or once the prediction was
+    /// compared with the cached tokens that the engine found.
     pub(super) prediction: Option<Prediction>,
     pub(super) answer: BookedAnswer,
-    /// The request's entry, until its first token, in the queue of the worker that prefills it. A request that another router has placed is in no
-    /// queue.
+    /// The request's entry, until its first token, in the queue of the worker that prefills it. A request that another router has placed is
+    /// in no queue.
     pub(super) waiting: QueueEntry,
 }
 

@@ -149,7 +149,7 @@ impl Placer {
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
         for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.queue.is_empty()) {
-            // Tandem's own engines compute short prompts first, others those that arrived first.
+            // Tandem's own engines compute the shortest prompt first, other engines the prompt that arrived first.
             let shortest_first = member.info.transfer_family.is_empty();
             let own_tokens = candidate.new_tokens(&query, candidate.overlap_blocks.into());
             let behind = member.queue.behind(&request.account, request.priority, own_tokens, shortest_first);
@@ -199,8 +199,8 @@ fn query<'a>(
 }
 
 impl PlacementDecision<'_> {
-    /// Returns the message to the frontend that names the chosen members, with the estimated wait in the queue, and with what is known of the prompt's
-    /// prefix.
+    /// Returns the message to the frontend that names the chosen members, with the estimated wait in the queue, and with what is known of
+    /// the prompt's prefix.
     pub(super) fn placement(&self, choice: RouteChoice, wait: Duration, facts: v1::PrefixFacts) -> v1::Placement {
         let describe = |at: usize| {
             let Candidate { overlap_blocks, predicted_blocks, .. } = self.candidates[at];

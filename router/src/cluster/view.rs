@@ -47,7 +47,7 @@ impl ClusterState {
         })
     }
 
-    /// Returns the reason with what the listed workers lack that have not joined.
+    /// Returns the text of the reason. If a role lacks workers, the text also says why listed workers have not joined.
     fn explained(&self, reason: NoEligibleWorker) -> String {
         match reason {
             NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker => {

@@ -25,11 +25,12 @@ impl PlacementSeed {
     }
 }
 
-/// The demand on a worker is assumed to be at most this part of its rate. With a demand near the rate, the queue would take forever to become empty.
+/// The demand on a worker is assumed to be at most this part of its rate. With a demand near the rate, the queue would take forever to
+/// become empty.
 const LOAD_MAX: f64 = 0.9;
 
-/// Decode workers differ in how much of their time they spend on prompts. This part of the difference is assumed to last as long as an answer. The
-/// value is fitted to the simulations of docs/routing.md.
+/// Decode workers differ in the share of their time that they spend on prompts. This fraction of the difference is assumed to last as long
+/// as an answer. The value is fitted to the simulations of docs/routing.md.
 const LOCAL_PERSISTENCE: f64 = 0.3;
 
 /// The longest time for which a difference between decode workers is assumed to last.
@@ -39,12 +40,13 @@ const LOCAL_HORIZON_MS: f64 = 5_000.0;
 /// other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Time until the queued prompts that precede this one are computed and running sequences have released the blocks that the prompt needs.
+    /// Time until the queued prompts that precede this one are computed and running sequences have released the blocks that the prompt
+    /// needs.
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
-    /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are evicted from
-    /// a full cache. Also the time by which prompts that are computed after this one delay its answer.
+    /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are
+    /// evicted from a full cache. Also the time by which prompts that are computed after this one delay its answer.
     pub interference_ms: f64,
     /// Time to transfer the blocks that the worker lacks, after the prompt is computed.
     pub transfer_ms: f64,
@@ -71,8 +73,8 @@ pub struct RouteRates {
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
-    /// For each transfer family with measurements, the mean of the bandwidths that its sending workers have measured. It is used for every pair of
-    /// the family, because the sender is not known when the receiver is chosen.
+    /// For each transfer family with measurements, the mean of the bandwidths that its sending workers have measured. It is used for every
+    /// pair of the family, because the sender is not known when the receiver is chosen.
     transfer_bytes_per_second: BTreeMap<Option<Arc<str>>, f64>,
     /// The cheapest prefill worker of each transfer family.
     senders: BTreeMap<Option<Arc<str>>, Sender>,
@@ -128,7 +130,8 @@ impl RouteRates {
         self.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms)
     }
 
-    /// Returns how many of `tokens` prompt tokens one step of the worker computes. If answers run, this follows from the worker's prompt share.
+    /// Returns how many of `tokens` prompt tokens one step of the worker computes. If answers run, this follows from the worker's prompt
+    /// share.
     fn step_tokens(&self, worker: &Candidate, tokens: f64) -> f64 {
         let most = tokens.min(f64::from(worker.step_tokens));
         let share = worker.prompt_share;
@@ -157,8 +160,8 @@ impl RouteRates {
         }
     }
 
-    /// Returns the time to transfer the KV of `tokens` tokens to the worker, without the part that overlaps the computation: the blocks of a step are
-    /// sent while the next step is computed.
+    /// Returns the time to transfer the KV of `tokens` tokens to the worker, without the part that overlaps the computation: the blocks of
+    /// a step are sent while the next step is computed.
     fn transfer_ms(&self, worker: &Candidate, query: &PlacementQuery, tokens: u32) -> f64 {
         let bytes_per_second = self.transfer_bytes_per_second.get(&worker.family);
         let bytes_per_second = bytes_per_second.copied().unwrap_or(self.costs.transfer_bytes_per_second);
@@ -171,8 +174,9 @@ impl RouteRates {
         }
     }
 
-    /// Returns the total delay, by `compute_ms` of computation, of the prompts that will arrive before the worker is idle: before it has computed its
-    /// queue, this prompt and what arrives meanwhile. Each is delayed by at most its own length, because a shorter prompt precedes this one.
+    /// Returns the total delay that `compute_ms` of computation causes to the prompts that arrive before the worker is idle, that is,
+    /// before it has computed its queue, this prompt and the prompts that arrive meanwhile. Each is delayed by at most its own duration,
+    /// because a shorter prompt precedes this one.
     fn later_ms(&self, worker: &Candidate, workers: usize, compute_ms: f64) -> f64 {
         let rate = self.rate(worker);
         let (WorkerDemand { prompts, tokens }, workers) = (self.demand.of(worker.role), workers as f64);
@@ -184,15 +188,16 @@ impl RouteRates {
         busy_s * prompts / workers * compute_ms.min(tokens / prompts / rate * 1e3)
     }
 
-    /// Returns the cost of the delay of `sequences` answers by `prefill_ms` of prefill. It grows with their number to the power ¾. If it were
-    /// proportional, placements would follow differences between workers that are over before the prompts are computed (docs/routing.md).
+    /// Returns the cost of the delay of `sequences` answers by `prefill_ms` of prefill. It grows with their number to the power ¾. If it
+    /// were proportional, placements would react to differences between workers that end before the prompts are computed (docs/routing.md).
     fn answers_ms(&self, prefill_ms: f64, sequences: u32) -> f64 {
         let root = f64::from(sequences).sqrt();
         prefill_ms * root * root.sqrt() * self.costs.answer_preference
     }
 
-    /// Returns the cost of the delay of the request's answer by later prompts on its decode worker. So answers gather on workers that compute few
-    /// prompts, and prompts on workers with few answers. Without remote prefills all workers compute prompts alike, so the cost is 0.
+    /// Returns the cost of the delay of the request's answer by later prompts on its decode worker. So answers gather on workers that
+    /// compute few prompts, and prompts on workers with few answers. Without remote prefills all workers compute prompts alike, so the cost
+    /// is 0.
     fn prompts_to_come_ms(&self, worker: &Candidate) -> f64 {
         let [remote, local] = [WorkerRole::Prefill, WorkerRole::Decode].map(|role| self.demand.of(role).tokens);
         let remote_part = if remote > 0.0 { remote / (remote + local) } else { 0.0 };
@@ -214,8 +219,8 @@ impl RouteRates {
     }
 }
 
-/// A policy estimates the milliseconds to the first token, and by how many milliseconds others are delayed (docs/adr/005-routing-cost.md). The worker
-/// with the lowest cost is chosen. Costs are comparable only within one policy.
+/// A policy estimates the milliseconds to the first token, and by how many milliseconds others are delayed (docs/adr/005-routing-cost.md).
+/// The worker with the lowest cost is chosen. Costs are comparable only within one policy.
 impl PolicyKind {
     fn uses_caches(self) -> bool {
         self == Self::KvAware
@@ -268,7 +273,8 @@ impl PolicyKind {
         let prefill = self.prefill(query, rates, worker, workers);
         let new_tokens = worker.new_tokens(query, self.known_blocks(worker));
         let new_blocks = new_tokens.div_ceil(u64::from(query.block_size));
-        // Running answers wait only while the device computes the prompt, so the delay follows from the device's rate, not from the shared rate.
+        // Running answers wait only while the device computes the prompt, so the delay follows from the device's rate, not from the shared
+        // rate.
         let fixed_ms = if new_tokens > 0 { rates.fixed_ms(worker) } else { 0.0 };
         let computed_ms = fixed_ms + new_tokens as f64 / rates.device_rate(worker) * 1e3;
         let others_ms = rates.answers_ms(computed_ms, worker.sequences);

@@ -319,8 +319,8 @@ impl SimulatedCluster {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Checks, for each worker, that the overlap reported by the router equals the number of the prompt's leading blocks that the worker has
-    /// cached.
+    /// Checks, for each worker, that the overlap reported by the router equals the number of the prompt's leading blocks that the worker
+    /// has cached.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {
             model: "sim".to_owned(),

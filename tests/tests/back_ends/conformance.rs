@@ -1,4 +1,5 @@
-//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM server and with a llama.cpp server.
+//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM server and with a llama.cpp
+//! server.
 
 use super::*;
 use std::any::Any;

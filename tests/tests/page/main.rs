@@ -187,7 +187,7 @@ async fn shows_the_history(browser: &mut Browser) -> Result<()> {
     browser.open(url.as_str().context("the page has no URL")?).await?;
     browser.until("document.getElementById('state')?.textContent === 'Ready'").await?;
     for chart in ["hit-rate", "overlap-blocks"] {
-        // A period with one point alone is a dot.
+        // A single point is drawn as a dot.
         browser.until(&format!("document.querySelectorAll('#{chart} .dot, #{chart} .line').length > 0")).await?;
     }
     Ok(())
@@ -339,7 +339,7 @@ async fn dashboard_matches_metrics_in_a_real_browser() -> Result<()> {
     shows_chunks(&mut browser, &client).await?;
     explains(&mut browser, &client).await?;
     explains_every_term(&mut browser).await?;
-    // The explanation and the timeline are open, so that their tables are looked at as well.
+    // The explanation and the timeline are opened, so that their tables are checked as well.
     browser.value("document.querySelector('#recent tbody button').click()").await?;
     looks::are_good(&mut browser, "timeline").await?;
     browser.press("Escape").await?;

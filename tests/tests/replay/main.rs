@@ -176,7 +176,7 @@ async fn failures_are_counted_by_class_and_do_not_end_the_run() -> Result<()> {
         Behaviour::Stall,
         Behaviour::Whole,
     ];
-    // The prompt's number of blocks selects how the server answers; one block: with tokens.
+    // The prompt's number of blocks selects the behaviour of the server. One block: it answers with tokens.
     let fake = Fake::start(fake::Settings::default(), |body| {
         let blocks = body["prompt"].as_str().unwrap_or_default().len() / 512;
         BEHAVIOURS.get(blocks.wrapping_sub(2)).copied().unwrap_or(Behaviour::Tokens(3))

@@ -1,4 +1,5 @@
-//! Versions may mix: what this version writes and reads is compared with the recordings of earlier versions in tests/data/wire (docs/versions.md).
+//! Versions may mix: what this version writes and reads is compared with the recordings of earlier versions in tests/data/wire
+//! (docs/versions.md).
 //!
 //! `TANDEM_RECORD=1` records what has no recording yet, in a new file. It never changes a recording, because processes of that version run.
 
