@@ -16,7 +16,7 @@ pub(crate) enum DetailsReader {
     Operator,
 }
 
-/// What was known of a prompt's prefix when it was placed, and why its tokens were not cached.
+/// The facts about a prompt's prefix when it was placed, and why its tokens were not cached.
 #[derive(Debug, Serialize)]
 pub(crate) struct PrefixDetails {
     /// The number of cached tokens and the causes of the others in plain words; `None`: the worker has reported no number of cached tokens.
@@ -59,7 +59,7 @@ struct NearestPrefix {
 struct PrefixElsewhere {
     worker: String,
     tokens: u32,
-    /// How much more the placement would have cost there; `None`: the worker could not have computed the prompt.
+    /// The additional cost of a placement on this worker; `None`: the worker could not have computed the prompt.
     more_ms: Option<f64>,
     saved_ms: f64,
 }

@@ -85,7 +85,7 @@ pub(crate) struct Refusal {
 
 #[derive(Default)]
 struct Ring {
-    /// How many records were added since the start, which is also the number of the newest record.
+    /// The number of records added since the start, which is also the number of the newest record.
     added: u64,
     records: VecDeque<Arc<PromptRecord>>,
 }

@@ -24,7 +24,7 @@ pub(crate) struct BookedAnswer {
     pub(crate) since: Option<Instant>,
 }
 
-/// What is known about the length of an answer, in tokens of one sample.
+/// The expected length of an answer and its limits, in tokens of one sample.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Length {
     pub(crate) expected: f64,
@@ -46,7 +46,7 @@ pub(crate) struct Room {
     pub(crate) available_blocks: u32,
     /// The number of blocks that the request's prompt takes.
     pub(crate) wanted_blocks: u32,
-    /// Whether the engine preempts further samples of other requests in favour of this request.
+    /// Whether the engine preempts other requests' samples after the first in favour of this request.
     pub(crate) samples_yield: bool,
 }
 

@@ -221,7 +221,7 @@ impl Attempt {
     }
 
     /// Asks the worker to end the generation now and to report the cached tokens on the attempt's stream, if it has announced this report.
-    /// A failure of the call is no error: the stream then ends, or has the report when the generation ends by itself.
+    /// A failure of the call is no error: the stream then ends, or delivers the report when the generation ends without this call.
     pub(super) fn finish(&self, prompt: &Prompt) -> impl Future<Output = ()> + use<> {
         let (request_id, instance_id) = (prompt.request_id.to_string(), self.instance_id().to_owned());
         let request = FinishRequest { instance_id, request_id, attempt: self.number };

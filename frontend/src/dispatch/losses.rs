@@ -8,7 +8,7 @@ use tandem_proto::v1::FailureReason;
 const LOSSES_MAX: usize = 2;
 
 /// If a request has generated this many tokens since its last loss, the request did not cause that loss: otherwise the worker that resumed
-/// it after the same tokens would have ended at once, too. More than the tokens that are lost in transit when a worker ends.
+/// it after the same tokens would have ended soon, too. The number exceeds the tokens that are lost in transit when a worker ends.
 const PROGRESS_TOKENS: usize = 64;
 
 /// The workers that ended or failed while they ran one request.

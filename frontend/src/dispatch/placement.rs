@@ -13,7 +13,7 @@ pub(crate) struct Placement {
     pub(crate) block_size: u32,
     /// How long the prompt is estimated to wait in the queue; zero if the router does not know.
     pub(crate) wait: Duration,
-    /// What was known of the prompt's prefix; `None` if the router does not know it.
+    /// The facts about the prompt's prefix; `None` if the router sent none.
     pub(crate) prefix: Option<v1::PrefixFacts>,
 }
 

@@ -35,7 +35,7 @@ pub(super) struct Run {
     app: Arc<App>,
     events: Events,
     progress: Progress,
-    /// What the answer's format knows of this request.
+    /// The data about this request that the answer's format uses.
     pub(super) context: AnswerContext,
     prompts: Vec<PromptState>,
     log: FailureLog,
@@ -47,7 +47,7 @@ pub(super) struct Run {
     details: bool,
 }
 
-/// What the log has about a request whose answer fails.
+/// The log's fields about a request whose answer fails.
 struct FailureLog {
     request_id: String,
     client_request_id: Option<Arc<str>>,

@@ -63,7 +63,7 @@ pub(super) struct Job {
     pub(super) pieces: Option<Arc<OutputFormat>>,
 }
 
-/// What follows from a request's body.
+/// The work that a request's body demands.
 pub(super) enum Work {
     Run(Box<Job>),
     /// The request needs no worker, and this is its answer.

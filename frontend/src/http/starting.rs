@@ -1,4 +1,4 @@
-//! What a frontend answers while its process starts: it is live, but serves no requests and no pages yet.
+//! The answers of a frontend whose process is starting: it is live, but serves no requests and no pages yet.
 
 use super::{Origins, body::discard, guarded};
 use crate::{error::ApiError, metrics::FrontendMetrics};

@@ -17,7 +17,7 @@ use tandem_process::Secret;
 pub(super) const FILE_BYTES_MAX: u64 = 16 << 20;
 /// The number of random bytes in a key. No attacker can try 2^256 keys, so a fast hash protects them as well as a slow one would.
 const SECRET_BYTES: usize = 32;
-/// What a key begins with, so that scanners find keys in published code. Clients of OpenAI's API expect `sk-`.
+/// The prefix of keys, by which scanners find keys in published code. Clients of OpenAI's API expect `sk-`.
 const PREFIX: &str = "sk-tandem-";
 /// The maximum length of the name of a key or an account, in bytes.
 const NAME_MAX: usize = 64;

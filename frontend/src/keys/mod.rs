@@ -46,7 +46,7 @@ pub(crate) struct Key {
     usage: Arc<Mutex<Usage>>,
 }
 
-/// How much of a key's limits is used.
+/// The use of a key's limits.
 #[derive(Debug, Default)]
 struct Usage {
     requests: Option<Bucket>,
@@ -64,7 +64,7 @@ pub(crate) struct Exceeded {
     retry_after: Option<Duration>,
 }
 
-/// What a limit of a key counts.
+/// The unit that a limit of a key counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Limit {
     Requests,

@@ -95,7 +95,7 @@ async fn idle_connection_is_closed_after_75_seconds() {
     assert_eq!(until_closed(stream).await.1, 10, "the next request's head must also arrive within ten seconds");
 }
 
-/// Sends a request and returns its answer, up to the end of what arrives at once.
+/// Sends a request. Returns the part of the answer that the first read delivers.
 async fn live(stream: &mut DuplexStream) -> String {
     stream.write_all(LIVE.as_bytes()).await.expect("the connection is open");
     let mut answer = [0; 512];

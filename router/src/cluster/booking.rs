@@ -41,7 +41,7 @@ pub(super) struct BookingEntry {
     pub(super) waiting: QueueEntry,
 }
 
-/// How many leading blocks of a prompt the router expected on the worker that computes it.
+/// What the router expected of the cached blocks of a prompt when it placed the request.
 #[derive(Clone, Debug)]
 pub(super) struct Prediction {
     pub(super) prompt_tokens: u32,
@@ -49,7 +49,7 @@ pub(super) struct Prediction {
     pub(super) block_size: u32,
     /// Blocks that the worker could reuse according to its reports, or must have had cached although it reports late.
     pub(super) reported: u32,
-    /// What was known of the prompt's prefix, without the names of workers.
+    /// The facts about the prompt's prefix, without the names of workers.
     pub(super) facts: PrefixFacts,
 }
 

@@ -1,4 +1,4 @@
-//! What a worker's engine finds in its cache, compared with what the worker reports.
+//! Compares the blocks that a worker's engine finds in its cache with those that the worker reports.
 //!
 //! Some engines find systematically less than their events say: with speculative decoding, vLLM drops the last matched block of each
 //! prompt. Others report late. Both are learned from the latest prompts that the worker has computed, by majority, so that single
@@ -29,7 +29,7 @@ pub(super) struct FoundBlocks {
     pub(super) found: u32,
 }
 
-/// How much less than the reported blocks the engine finds.
+/// How many of the reported blocks the engine does not find.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Correction {
     #[default]
@@ -40,10 +40,10 @@ pub(super) enum Correction {
     Everything,
 }
 
-/// What the latest prompts of one worker found.
+/// The differences between a worker's reports and the blocks that its engine found, for its latest prompts.
 #[derive(Default)]
 pub(super) struct Findings {
-    /// The latest prompts of which the worker had reported blocks.
+    /// The latest prompts of which the worker had reported cached blocks.
     reported: VecDeque<FoundBlocks>,
     /// For each of the latest prompts, whether the engine found more than was known.
     late: VecDeque<bool>,

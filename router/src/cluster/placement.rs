@@ -44,7 +44,7 @@ pub(super) struct PlacementDecision<'a> {
     /// The members that serve the model.
     pub(super) members: Vec<&'a Member>,
     pub(super) query: PlacementQuery,
-    /// The hashes of those of the prompt's blocks that a worker may reuse.
+    /// The hashes of the prompt's blocks that a worker may reuse.
     pub(super) hashes: &'a [SequenceHash],
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CostsByUse>,

@@ -1,4 +1,4 @@
-//! What the router reports on itself and on the cluster.
+//! The router's reports about itself and the cluster.
 
 use super::{ClusterState, texts};
 use crate::route::NoEligibleWorker;

@@ -397,7 +397,7 @@ impl PrefixIndex {
                 kept.clear();
             }
             let held = end + kept.len();
-            // A marker is a run of its own.
+            // A marker has no parent and no successor, so it is the only block of its run.
             if is_single && first.is_marker() {
                 let markers = &mut writer.rows[row as usize].markers;
                 *markers = markers.saturating_sub(1);

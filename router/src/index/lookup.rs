@@ -70,8 +70,8 @@ impl VisibleRows {
         if self.visible[row as usize / 64].in_order { row as usize } else { self.worker_of[row as usize].0 as usize }
     }
 
-    /// Sets the number of leading blocks, which was 0, to `blocks` for each worker whose row is in `set`: the word number `word` of a set
-    /// of rows.
+    /// Sets the number of leading blocks to `blocks` for each worker whose row is in `set`, the word with the index `word` of a set of
+    /// rows. These numbers must be 0 before.
     #[inline]
     fn fill(&self, leading: &mut [u32], word: usize, set: u64, blocks: usize) {
         /// The bit of each row in half a word. With constants, the compiler sets several workers' numbers in one instruction.

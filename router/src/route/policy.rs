@@ -48,7 +48,7 @@ pub struct Cost {
     /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are
     /// evicted from a full cache. Also the time by which prompts that are computed after this one delay its answer.
     pub interference_ms: f64,
-    /// Time to transfer the blocks that the worker lacks, after the prompt is computed.
+    /// Time of the transfer of the blocks that the worker lacks, without the time that overlaps the computation.
     pub transfer_ms: f64,
     /// Fixed time of the handoff from the prefill worker to the decode worker.
     pub handoff_ms: f64,

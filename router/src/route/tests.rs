@@ -341,7 +341,8 @@ fn prompt_waits_for_half_of_a_running_step_of_prompts_that_it_precedes() {
         assert_eq!(queue_ms(behind_tokens, step_tokens), expected, "{behind_tokens} {step_tokens}");
     }
     assert_eq!(queue_ms(5_000.0, 0), 0.0, "the steps of external engines are not known");
-    // Prompts have half of each step, and answers the other half, 10 ms. A step takes 20 ms, of which half is left.
+    // Prompts have half of each step, and answers the other half, 10 ms. So a step takes 20 ms. On average, half of the running step is
+    // left.
     let short = Candidate { queued_tokens: 5_000, behind_tokens: 5_000.0, step_tokens: 512, prompt_share: 0.5, ..decode() };
     let policy = PolicyKind::KvAware;
     let by_use = costs_by_use(policy, &Costs::default(), ByRole::default(), &query(100), &[short]);

@@ -69,7 +69,7 @@ pub struct Sent {
     pub complete: bool,
 }
 
-/// What a cluster did under overload.
+/// The measurements of a cluster under overload.
 #[derive(Debug)]
 pub struct Overloaded {
     /// The number of first tokens per second of the saturated cluster.
@@ -207,7 +207,7 @@ pub struct Full {
     pub max_wait: Duration,
 }
 
-/// What happened to the requests that arrived at a full cluster.
+/// The outcomes of the requests that arrived at a full cluster.
 #[derive(Debug)]
 pub struct FullCluster {
     /// The requests that arrived while the long answers ran.

@@ -363,7 +363,7 @@ async fn cached_blocks_are_reported_without_gaps_and_in_snapshots() -> Result<()
     Ok(())
 }
 
-/// The test does not apply to a back end that cannot exchange KV: it prefills only prompts of its own generations.
+/// The test does not apply to a back end that cannot exchange KV, because such a back end prefills only prompts that it also generates for.
 #[tokio::test]
 async fn cached_tokens_of_a_remote_prefill_are_reported_before_its_kv() -> Result<()> {
     for back_end in BackEnd::all(FAST).await? {

@@ -1,4 +1,4 @@
-//! What is remembered of blocks that no member has cached: which worker removed them, and which prompts were computed just now.
+//! Remembers blocks that no member has cached: those that a worker removed, and those of prompts that were computed just now.
 
 use super::ClusterMembers;
 use crate::index::OWNER_MAX;

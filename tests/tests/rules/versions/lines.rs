@@ -120,7 +120,7 @@ fn collect(path: &str, value: &Value, parts: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn line_with_a_missing_or_retyped_field_is_a_difference_and_an_added_field_needs_a_recording() {
+fn missing_or_retyped_field_of_a_line_is_detected_and_added_field_needs_a_recording() {
     let recorded = examples();
     assert_eq!((differences(&recorded), missing(&recorded).len()), (vec![], 0));
     let ledger = |value: Value| differences(&[Recording::Line { line: "ledger".to_owned(), value }]);
