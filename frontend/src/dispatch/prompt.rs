@@ -20,7 +20,7 @@ pub(crate) struct Prompt {
     /// The model, with all that routers and workers must agree on.
     pub(crate) identity: Arc<Identity>,
     pub(crate) tokens: Vec<TokenId>,
-    /// The hashes of the prompt's full blocks, whose KV a worker may reuse.
+    /// The sequence hashes of the prompt's full blocks that a worker may reuse.
     pub(crate) sequence_hashes: Vec<SequenceHash>,
     /// The number of leading blocks that a recent prompt in another cache namespace has as well.
     pub(crate) other_namespace_blocks: u32,
@@ -40,7 +40,7 @@ pub(crate) struct Prompt {
     /// the request waits in its queue.
     pub(crate) queued: watch::Sender<Option<Instant>>,
     pub(crate) priority: Priority,
-    /// `None`: the request has no equal prompt.
+    /// The prompt's role among equal prompts; `None`: no other prompt of the request equals it.
     pub(crate) equal: Option<Equal>,
 }
 

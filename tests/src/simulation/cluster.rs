@@ -35,7 +35,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// The same value as in production (`tandem/cluster/parts`).
+/// The maximum time to a first token, as in production (`crates/tandem/src/cluster/parts.rs`).
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
 const OBSERVER: &str = "observer";
