@@ -151,7 +151,6 @@ impl Call {
         self.set(|line| line.account = (!account.is_empty()).then(|| account.to_owned()));
     }
 
-    /// Records the served model that the request names.
     pub(crate) fn set_model(&self, model: &str) {
         self.set(|line| line.model = Some(model.to_owned()));
     }

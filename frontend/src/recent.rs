@@ -79,7 +79,6 @@ pub(crate) struct Refusal {
     /// The path of the route, without the client's values.
     pub(crate) endpoint: String,
     pub(crate) status: u16,
-    /// The error's code.
     pub(crate) code: Option<&'static str>,
 }
 

@@ -17,7 +17,6 @@ pub(crate) struct MovingMean {
 const WINDOW: u32 = 50;
 
 impl MovingMean {
-    /// Adds a value.
     pub(crate) fn record(&mut self, value: f64) {
         self.count = (self.count + 1).min(WINDOW);
         self.mean += (value - self.mean) / f64::from(self.count);

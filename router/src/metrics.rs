@@ -204,7 +204,6 @@ pub(crate) struct PrefixSeries<'a> {
 }
 
 impl PrefixSeries<'_> {
-    /// Counts a prompt in all series.
     pub(crate) fn count(&self, funnel: &Funnel, facts: &PrefixFacts) {
         let Self { of_all, of_worker, worker_id, model } = self;
         let add = |name, help, (label, value), tokens| {

@@ -26,7 +26,6 @@ struct PredictedRun {
     prompt: Arc<[SequenceHash]>,
     /// The position of the run's first block in the prompt.
     start: usize,
-    /// The number of the run's blocks.
     blocks: usize,
     /// The number of prompts for each worker and number of leading blocks, in ascending order of these two.
     entries: Vec<PredictedPrompts>,

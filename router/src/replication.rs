@@ -45,7 +45,6 @@ impl Journal {
         self.last.send_modify(|last| *last += 1);
     }
 
-    /// Returns the number of the last change.
     pub(crate) fn last(&self) -> u64 {
         *self.last.borrow()
     }

@@ -393,7 +393,6 @@ fn describe(span: &Span, placement: &Placement) {
     span.set("tandem.block_size", placement.block_size);
 }
 
-/// Returns the failure message for this error.
 fn failure(error: PlacementError) -> Failure {
     let reason = match error {
         PlacementError::NoEligibleWorker(

@@ -111,7 +111,6 @@ impl WorkerBookings {
         self.answers.values()
     }
 
-    /// Removes the booking.
     pub(crate) fn remove(&mut self, key: &BookingKey) {
         self.stop_counting(key);
         self.count -= 1;

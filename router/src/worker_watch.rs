@@ -38,7 +38,6 @@ const DISCONNECTED_PAUSE: Duration = Duration::from_secs(1);
 /// The time limit for a subscription at NATS. NATS normally answers within milliseconds.
 const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Watches one worker.
 pub(crate) struct WorkerWatcher(pub(crate) RemoteProcess);
 
 /// The reason for which a worker's cache has to be read from a snapshot again.

@@ -30,7 +30,6 @@ use writer::{Writer, kind};
 
 /// Time per target unless `TANDEM_FUZZ_SECONDS` is set.
 const SECONDS: u64 = 3;
-/// The maximum number of mutations of one input.
 const MUTATIONS_MAX: u64 = 6;
 /// Bytes that are inserted: edge cases of JSON, UTF-8 and lengths.
 const FRAGMENTS: [&[u8]; 14] = [

@@ -59,7 +59,6 @@ pub(super) struct Work<'a> {
 pub(super) struct Attempt {
     pub(super) number: u32,
     pub(super) placement: Placement,
-    /// The client of the decode worker.
     client: DecodeClient<Channel>,
     /// Received messages, up to the one with the first token, that [`Attempt::next`] has not returned yet.
     pending: VecDeque<Message>,

@@ -77,7 +77,6 @@ impl FailureLog {
     }
 }
 
-/// The state of one prompt.
 struct PromptState {
     /// The prompt's text, if it is still to be repeated. If the prompt's logprobs are repeated, too, it waits for them.
     echo: Option<String>,

@@ -119,7 +119,6 @@ async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next)
     next.run(Request::from_parts(parts, body)).await
 }
 
-/// Returns the routes that describe this server.
 fn described() -> Router<Arc<App>> {
     Router::new().route("/version", get(health::version)).route("/openapi.json", get(openapi::show))
 }

@@ -28,7 +28,6 @@ pub struct ApiKeys {
     file: WatchedFile,
 }
 
-/// The current keys of a frontend.
 pub(crate) struct Keys {
     blinding: hmac::Key,
     table: Mutex<Arc<Table>>,

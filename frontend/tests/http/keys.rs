@@ -14,7 +14,6 @@ use tandem_proto::v1::Priority;
 use tandem_text::ServedModel;
 use tempfile::TempDir;
 
-/// A file with API keys.
 struct KeyFile {
     folder: TempDir,
     file: ApiKeyFile,

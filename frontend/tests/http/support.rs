@@ -35,7 +35,6 @@ use tonic::{Status, Streaming};
 
 pub use crate::texts::{merged, text};
 
-/// The maximum time that a test waits.
 const WAIT_MAX: Duration = Duration::from_secs(20);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
@@ -269,7 +268,6 @@ impl Cluster {
         self.send(Method::GET, path, &[], "").await.json().await
     }
 
-    /// Sends a request in the background.
     pub fn spawn_post(&self, path: &'static str, body: Value) -> JoinHandle<Reply> {
         let frontend = self.frontend;
         tokio::spawn(async move { send(frontend, Method::POST, path, &DETAILS, body.to_string().into()).await })

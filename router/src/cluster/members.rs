@@ -139,7 +139,6 @@ impl ClusterMembers {
         }
     }
 
-    /// Returns the present time.
     pub(super) fn now(&self) -> Instant {
         self.virtual_time.unwrap_or_else(Instant::now)
     }
@@ -312,7 +311,6 @@ impl ClusterMembers {
         }
     }
 
-    /// Whether a worker at this address is a member.
     pub(crate) fn is_member(&self, address: &str) -> bool {
         self.values().any(|member| member.address == address)
     }

@@ -86,7 +86,6 @@ pub(crate) struct ClusterState {
 /// allow a little more.
 const SHORT_WAIT: Duration = Duration::from_millis(500);
 
-/// A placement with its booking.
 pub(crate) type Placed = (BookingId, v1::Placement);
 
 impl Cluster {

@@ -239,7 +239,6 @@ impl ClusterState {
         self.members.report(id, batch.load, stats, &batch.included_request_ids);
     }
 
-    /// Adds a worker with an empty cache.
     pub(crate) fn join_empty(&mut self, info: WorkerInfo) -> Result<MemberId, JoinError> {
         let index = self.members.index.clone();
         self.join(info, "host:1".to_owned(), index.replacement())

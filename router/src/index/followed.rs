@@ -6,7 +6,6 @@ use crate::index::KeyedState;
 use std::collections::HashMap;
 use tandem_kv::SequenceHash;
 
-/// The blocks after which runs begin.
 pub(super) struct Followed {
     /// The blocks, spread over several maps by their mixed hashes, so that a map that grows is small.
     maps: Vec<HashMap<SequenceHash, Follows, KeyedState>>,

@@ -15,7 +15,6 @@ const REUSE_SEARCH_BLOCKS: u32 = 1 << 12;
 /// The rows that lookups see.
 #[derive(Default)]
 pub(super) struct VisibleRows {
-    /// The set of visible rows.
     pub(super) visible: Vec<Visible>,
     /// The worker of each visible row.
     worker_of: Vec<WorkerSlot>,

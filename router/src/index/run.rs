@@ -305,7 +305,6 @@ impl Groups {
         }
     }
 
-    /// Returns the number of holders.
     fn len(&self) -> usize {
         self.all().iter().map(|word| word.count_ones() as usize).sum()
     }

@@ -96,7 +96,6 @@ pub(super) struct IndexShard {
     /// Maps the first block of each run to the run's position in `runs`, plus 1, in the last bits, and its [`BlockRun::fork`] in the bits
     /// before.
     heads: HashTable,
-    /// The link of each run.
     links: Vec<Link>,
     free: Vec<u32>,
     number: usize,

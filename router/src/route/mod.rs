@@ -136,7 +136,6 @@ fn has_role(workers: &[Candidate], role: WorkerRole) -> bool {
     workers.iter().any(|worker| worker.role == role)
 }
 
-/// Returns why no decode worker is eligible.
 fn why_no_decode_worker(workers: &[Candidate], query: &PlacementQuery) -> NoEligibleWorker {
     if !has_role(workers, WorkerRole::Decode) {
         NoEligibleWorker::NoDecodeWorker

@@ -26,7 +26,6 @@ const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
 const SECRET: &str = "wisteria";
 /// Time limit until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const PHONE: (u32, u32) = (400, 800);
 const DESK: (u32, u32) = (1440, 900);

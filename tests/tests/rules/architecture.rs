@@ -32,7 +32,6 @@ const ALLOWED: [(&str, &[&str]); 20] = [
 const FOR_TESTS: [(&str, &str); 3] =
     [("tandem", "tandem-tests"), ("tandem-engine", "tandem-model"), ("tandem-prefill-worker", "tandem-devices")];
 
-/// The maximum number of lines of a file.
 const LINES_MAX: usize = 500;
 
 /// The maximum length of a line of Markdown, in characters.
