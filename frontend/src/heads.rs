@@ -13,7 +13,7 @@ use std::{collections::VecDeque, hash::BuildHasher, num::NonZero, sync::Arc};
 use tandem_kv::{Namespace, TokenId};
 use tandem_process::Metrics;
 
-/// The number of blocks in a head.
+/// The maximum number of blocks in a head.
 const HEAD_BLOCKS: usize = 1_024;
 /// The maximum number of pairs of client and model. Their heads, [`PROMPTS_MAX`] each, take 4 MiB at most.
 const CLIENTS_MAX: NonZero<usize> = NonZero::new(256).expect("not 0");

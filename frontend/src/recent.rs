@@ -18,7 +18,6 @@ use tandem_proto::Funnel;
 const PERIOD_MS: u64 = 10_000;
 /// The maximum number of periods: one hour.
 const PERIODS_MAX: usize = 360;
-/// The number of refused requests that are kept.
 const REFUSALS_MAX: usize = 50;
 
 /// The latest records, one for each prompt that ended.

@@ -92,7 +92,6 @@ pub(crate) enum Departure {
 }
 
 impl QueueEntry {
-    /// Returns the account and the priority.
     pub(crate) fn owner(&self) -> (&str, Priority) {
         (&self.account, self.priority)
     }
@@ -205,7 +204,6 @@ impl PrefillQueue {
         Behind { requests, share: share(behind), outranked: share(outranked) }
     }
 
-    /// Returns the work of all waiting requests.
     fn work(&self) -> u64 {
         self.waiting.values().map(|equals| equals.work).sum()
     }

@@ -20,7 +20,6 @@ use tokio::sync::watch;
 /// The number of latest changes that the journal keeps: half a megabyte, a minute at 300 requests per second. A receiver that has missed
 /// older changes gets the full state.
 const RECENT_MAX: usize = 65_536;
-/// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
 /// The most hashes in one message, about half a megabyte. A message exceeds the limit by at most its last booking.
 const MESSAGE_HASHES_MAX: usize = 65_536;

@@ -108,7 +108,6 @@ pub(crate) trait Watch {
     /// Receives messages until the connection is lost. Resets `backoff` once the connection works.
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, ConnectionEnd>;
 
-    /// Reports why the connection was lost.
     fn on_lost(&self, lost: &ConnectionEnd, reason: Reason);
 
     /// Connects again and again, and never returns. Cancel-safe: dropping the future closes the connection and removes the process's state.

@@ -91,7 +91,6 @@ impl Watch for WorkerWatcher {
     }
 }
 
-/// Logs that the worker is no longer a member.
 fn log_lost(address: &str, LostMember { worker_id, instance_id, end }: &LostMember, reason: &str) {
     if end.is_planned() {
         tracing::info!(worker_id, instance_id, %address, "worker drains: it finishes its requests, and new ones go to other workers");

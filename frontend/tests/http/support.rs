@@ -243,7 +243,6 @@ impl Cluster {
         self.finishes.try_recv().is_err()
     }
 
-    /// Waits for the next message that the router receives.
     pub async fn received(&mut self) -> Received {
         soon(self.routes.recv()).await.expect("the fake router runs")
     }
@@ -417,7 +416,6 @@ impl Call {
         self.replies.is_closed()
     }
 
-    /// Resolves when the frontend has closed the stream.
     pub async fn closed(&self) {
         soon(self.replies.closed()).await;
     }

@@ -5,7 +5,6 @@ mod family;
 use super::*;
 use crate::{rates::Measurement, settings::PolicyKind};
 
-/// Returns a new measurement of this value.
 fn measured(value: f64) -> Option<Measurement> {
     Measurement::log(value).map(|log| Measurement::new(log, 1.0))
 }
