@@ -1,4 +1,4 @@
-//! Calls of the API: the key with which a client makes one, and the line that the audit log has for it.
+//! API calls: the key of each call, and its line in the audit log.
 
 use crate::{clock::timestamp, keys::Key, metrics::CLIENT_CLOSED, prefix::Uncached};
 use ::metrics::Counter;
@@ -13,20 +13,20 @@ use tokio::time::{Instant, sleep};
 /// The maximum length of a path in the audit log, in bytes. Only `/v1/models/ID` can be longer.
 const PATH_MAX: usize = 256;
 
-/// The time for which calls without a valid key are summed up.
+/// The interval at which the lines of calls without a valid key are written.
 const SUMMED_UP: Duration = Duration::from_secs(1);
-/// The maximum number of addresses whose calls are summed up apart from those of other addresses.
+/// The maximum number of addresses that have their own line in an interval. All other addresses share one line.
 const PEERS_MAX: usize = 1024;
 
-/// The audit log: a line for each call of the API. The calls without a valid key that come from one address within a second have one line
-/// together, because no client is known that answers for them. Cheap to clone.
+/// The audit log: a line for each API call. Calls without a valid key have one line for each address and second, because no known client is
+/// responsible for them. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct CallLog(Arc<Log>);
 
 struct Log {
     file: LineFile,
     lost: Counter,
-    /// The lines of the calls without a valid key in this second, by the address; `None`: further addresses, or none.
+    /// The lines of this second's calls without a valid key, by address. The key `None` stands for further and unknown addresses.
     refused: Mutex<HashMap<Option<ClientNetwork>, Line>>,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Call {
     record: Option<CallRecord>,
 }
 
-/// What the audit log will have about a call. Dropping this value writes the line.
+/// The line that the audit log will have for a call. Dropping this value writes the line.
 struct CallRecord {
     log: CallLog,
     peer: Option<ClientNetwork>,
@@ -151,7 +151,6 @@ impl Call {
         self.set(|line| line.account = (!account.is_empty()).then(|| account.to_owned()));
     }
 
-    /// Records the served model that the request names.
     pub(crate) fn set_model(&self, model: &str) {
         self.set(|line| line.model = Some(model.to_owned()));
     }

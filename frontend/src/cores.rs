@@ -19,7 +19,7 @@ const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
     queued: Shares<Client>,
-    /// Whether a client's next task also waits until its last one has ended.
+    /// Whether a client's next task also waits until the client's previous task has ended.
     one_each: bool,
 }
 
@@ -35,7 +35,7 @@ impl Cores {
         Self { free: Arc::new(Semaphore::new(cores)), queued: Shares::new(1), one_each: false }
     }
 
-    /// Half of the cores, at least one, for tasks of which a client may run only one at a time.
+    /// Returns a limit of half of the cores, at least one, and of one running task for each client.
     pub(crate) fn one_for_each_client() -> Self {
         let cores = available_parallelism().map_or(1, usize::from);
         Self { one_each: true, ..Self::new((cores / 2).max(1)) }

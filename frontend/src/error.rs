@@ -164,12 +164,12 @@ impl ApiError {
         self.parts().status
     }
 
-    /// Returns the error's code, which is one of this program's, never a text of the client.
+    /// Returns the error's code, a constant, which never has text from the client.
     pub(crate) fn code(&self) -> Option<&'static str> {
         self.parts().code
     }
 
-    /// Returns the error as the formats of answers write it.
+    /// Returns the error for the APIs' error bodies.
     pub(crate) fn failure(&self) -> AnswerFailure<'_> {
         let Parts { status, kind, param, code, retry_after } = self.parts();
         let request = if let Self::Request(error) = self { Some(error) } else { None };

@@ -1,8 +1,8 @@
-//! Heads of prompts that change: what a client's prompt has in common with its last prompts, and with prompts in other cache namespaces.
+//! Compares the head (the first blocks) of each prompt with the client's recent prompts, and with prompts in other cache namespaces.
 //!
-//! A changed block near the beginning of a prompt, such as a time in a system prompt, makes all blocks after it new, although their tokens are those
-//! of an earlier prompt. Each block of a prompt's head is hashed on its own here, without the blocks before it, so equal blocks after a difference
-//! are found if they are at the same place. Only hashes of 32 bits are kept, for the latest prompts of a bounded number of clients.
+//! A changed block near the beginning of a prompt, such as a time in a system prompt, changes the sequence hashes of all later blocks, even
+//! if their tokens equal those of an earlier prompt. Here, each block is hashed without the blocks before it, so blocks after a difference
+//! are found if they are at the same position. Only 32-bit hashes are kept, for the latest prompts of a bounded number of clients.
 
 use foldhash::fast::RandomState;
 use lru::LruCache;
@@ -13,19 +13,19 @@ use std::{collections::VecDeque, hash::BuildHasher, num::NonZero, sync::Arc};
 use tandem_kv::{Namespace, TokenId};
 use tandem_process::Metrics;
 
-/// The number of blocks in a head.
+/// The maximum number of blocks in a head.
 const HEAD_BLOCKS: usize = 1_024;
-/// The number of clients and models with which prompts are compared. With [`PROMPTS_MAX`], they take 4 MiB at most.
+/// The maximum number of pairs of client and model. Their heads, [`PROMPTS_MAX`] each, take 4 MiB at most.
 const CLIENTS_MAX: NonZero<usize> = NonZero::new(256).expect("not 0");
-/// The number of a client's last prompts to a model.
+/// The number of recent heads that are kept for a client and model.
 const PROMPTS_MAX: usize = 4;
-/// The number of first blocks for which prompts of several namespaces are kept. With [`NAMESPACES_MAX`], they take 4 MiB at most.
+/// The maximum number of first blocks in [`KnownHeads::by_first`]. Their heads, [`NAMESPACES_MAX`] each, take 4 MiB at most.
 const FIRST_BLOCKS_MAX: NonZero<usize> = NonZero::new(512).expect("not 0");
 const NAMESPACES_MAX: usize = 2;
-/// The first positions, in tokens, of the buckets of [`FirstDifferences`].
+/// The lower bounds of the buckets of [`FirstDifferences`], in tokens.
 const FROM_TOKENS: [u32; 10] = [0, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096];
 
-/// The hashes of the first blocks of a prompt, each without those before it.
+/// The hashes of a prompt's first blocks, each computed without the blocks before it.
 type PromptHead = Arc<[u32]>;
 
 pub(crate) struct Heads {
@@ -36,12 +36,12 @@ pub(crate) struct Heads {
 
 struct KnownHeads {
     clients: LruCache<(String, String), ClientHeads>,
-    /// The latest heads by model and first block, with a hash of each one's namespace.
+    /// The latest heads by model and hash of the first block, each with the hash of its namespace.
     by_first: LruCache<(String, u32), VecDeque<(u64, PromptHead)>>,
 }
 
 struct ClientHeads {
-    /// Owns the client's series, which end when the client is forgotten.
+    /// Owns the client's metric series, which are removed when the client is evicted.
     _series: Metrics,
     recent: VecDeque<PromptHead>,
     broken: BrokenPrefixes,
@@ -49,19 +49,19 @@ struct ClientHeads {
     tokens_lost: Counter,
 }
 
-/// The prompts of one client to one model whose heads have changed.
+/// Counts of one client's prompts to one model, and of the broken ones: those that repeat tokens of an earlier prompt after a difference.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct BrokenPrefixes {
     client: String,
     model: String,
     prompts: u64,
     broken_prompts: u64,
-    /// Tokens after the first difference in blocks that equal the blocks at the same place of an earlier prompt.
+    /// Tokens of the blocks after the first difference that equal the block at the same position of an earlier prompt.
     lost_tokens: u64,
     first_difference: [FirstDifferences; FROM_TOKENS.len()],
 }
 
-/// The prompts that first differ between this position, in tokens, and that of the next bucket.
+/// The broken prompts whose first difference is in the bucket that begins at `from_token`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 struct FirstDifferences {
     from_token: u32,
@@ -75,7 +75,7 @@ impl Heads {
         Self { hasher: RandomState::default(), registry, state: Mutex::new(state) }
     }
 
-    /// Records a prompt of this client. Returns how many of its leading blocks a recent prompt in another namespace has.
+    /// Records a client's prompt. Returns the number of leading blocks that it has in common with a recent prompt in another namespace.
     pub(crate) fn record(&self, client: &str, model: &str, namespace: &Namespace, block_size: u32, tokens: &[TokenId]) -> u32 {
         let reusable = &tokens[..tokens.len().saturating_sub(1)];
         let blocks = reusable.chunks_exact(block_size.max(1) as usize).take(HEAD_BLOCKS);
@@ -94,7 +94,7 @@ impl Heads {
         equal
     }
 
-    /// Returns the clients that lost most tokens first.
+    /// Returns the counts of each client and model, sorted by lost tokens, the most first.
     pub(crate) fn broken(&self) -> Vec<BrokenPrefixes> {
         let mut broken: Vec<_> = self.state.lock().clients.iter().map(|(_, client)| client.broken.clone()).collect();
         broken.sort_by_key(|client| std::cmp::Reverse(client.lost_tokens));
@@ -152,7 +152,7 @@ mod tests {
         Namespace::new("m", "r", "", salt)
     }
 
-    /// Returns a prompt of 40 blocks and one token. The blocks `changed` have other tokens than in other prompts.
+    /// Returns a prompt of 40 blocks and one token. The tokens of the blocks in `changed` depend on `seed`.
     fn prompt(changed: &[u32], seed: u32) -> Vec<TokenId> {
         let block = |at: u32| if changed.contains(&at) { 1_000 + seed } else { 10 + at };
         (0..40).flat_map(|at| [block(at); 16]).chain([7]).collect()
@@ -165,7 +165,7 @@ mod tests {
         let record = |client: &str, tokens: &[TokenId]| heads.record(client, "m", &shared, 16, tokens);
         for seed in 0..5 {
             record("key:clock", &prompt(&[3], seed));
-            // A conversation that grows, and prompts with a common beginning and other ends, are not broken.
+            // Neither a growing conversation nor prompts that differ only at their ends are broken.
             record("key:chat", &prompt(&[], 0)[..200 + seed as usize * 50]);
             record("key:rag", &prompt(&(20..40).collect::<Vec<_>>(), seed));
         }
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_prompts_in_other_namespaces_are_found_and_those_of_the_same_are_not() {
+    fn only_prompts_in_other_namespaces_are_matched() {
         let heads = Heads::new(Metrics::default());
         let record = |salt: &str, tokens: &[TokenId]| heads.record("c", "m", &namespace(salt), 16, tokens);
         assert_eq!(record("a", &prompt(&[], 0)), 0);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_however_many_clients_there_are() {
+    fn memory_for_many_clients_is_bounded() {
         let metrics = Metrics::default();
         let heads = Heads::new(metrics.clone());
         for client in 0..CLIENTS_MAX.get() as u32 + 50 {

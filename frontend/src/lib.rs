@@ -63,11 +63,11 @@ pub enum FrontendError {
     Serve(#[from] std::io::Error),
 }
 
-/// Serves HTTP until the process drains and every connection has ended, or until the process stops. A process that drains closes its socket,
-/// and serves one more request on each open connection. Requests that still run when the process stops end with an error event.
+/// Serves HTTP until the process drains and every connection has ended, or until the process stops. A process that drains closes its
+/// socket, and serves one more request on each open connection. Requests that still run when the process stops end with an error event.
 ///
 /// # Errors
-/// The settings cannot be used, or the routers' addresses cannot be watched.
+/// The settings cannot be used, the listener's address cannot be read, or the routers' addresses cannot be watched.
 pub async fn run(
     listener: impl Into<Listener>,
     mut settings: FrontendSettings,
@@ -133,7 +133,7 @@ pub async fn run(
     }
 }
 
-/// Resolves a moment after the process was stopped. Within this time the streams can send their last events.
+/// Resolves `LAST_EVENTS` after the process is stopped, so that streams can send their last events.
 async fn after_stop(shutdown: &Shutdown) {
     const LAST_EVENTS: Duration = Duration::from_millis(200);
     shutdown.stopped().await;

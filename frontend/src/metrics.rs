@@ -187,7 +187,7 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // If the worker reported no tier, the counter is incremented even by 0, so that the series with the labels `source` and `unknown`
+        // If the worker reported no tier, the counter is incremented even by 0, so that the series of this source and the unknown tier
         // exists.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
@@ -226,7 +226,7 @@ impl FrontendMetrics {
     }
 }
 
-/// Returns the gauge of a certificate that cannot be read again.
+/// Returns the gauge that is 1 while the certificate's files cannot be used.
 pub(crate) fn tls_outdated(registry: &Metrics) -> Gauge {
     const HELP: &str = "1 while the files of the certificate cannot be used, so that the last valid ones stay in use.";
     let gauge = registry.gauge("tandem_frontend_tls_outdated", HELP, &[]);
@@ -234,7 +234,7 @@ pub(crate) fn tls_outdated(registry: &Metrics) -> Gauge {
     gauge
 }
 
-/// Returns the metrics of remembered encodings.
+/// Returns the metrics of the cache of texts with their tokens.
 pub(crate) fn encodings(registry: &Metrics) -> EncodingMetrics {
     let counter = |result| {
         const NAME: &str = "tandem_frontend_encoding_cache_bytes_total";

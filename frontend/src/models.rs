@@ -12,7 +12,7 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    /// Learns from the routers' views what the largest decode worker of the model can hold. Without a worker, what was known stays.
+    /// Stores how many tokens the largest decode worker of the model can hold. Without a decode worker, the last known number stays.
     pub(crate) fn learn_context<'a>(&self, workers: impl Iterator<Item = &'a WorkerInfo>) {
         let id = &self.model.id;
         let of_model = workers.filter(|info| info.role() == Role::Decode && (info.model == *id || info.loras.contains(id)));
@@ -31,7 +31,7 @@ impl Served {
 pub(crate) struct Models(Vec<Served>);
 
 impl Models {
-    /// Whether these models can be served together: there is one, and each id is used once.
+    /// Whether these models can be served together: there is at least one, and no two have the same id.
     pub(crate) fn can_be_served(models: &[ServedModel]) -> bool {
         let ids: BTreeSet<&str> = models.iter().map(|model| &*model.id).collect();
         !models.is_empty() && ids.len() == models.len()
@@ -58,7 +58,7 @@ impl Models {
         self.0.len()
     }
 
-    /// The model that is shown where only one is.
+    /// Returns the first model, for places that show only one.
     pub(crate) fn first(&self) -> &Served {
         &self.0[0]
     }

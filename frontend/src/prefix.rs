@@ -8,7 +8,7 @@ use tandem_proto::{
     v1::{KnownPrefix, PrefixFacts},
 };
 
-/// The reader of the details.
+/// The recipient of the details, which decides what they show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DetailsReader {
     /// A client, which must not learn what other accounts have sent.
@@ -16,18 +16,18 @@ pub(crate) enum DetailsReader {
     Operator,
 }
 
-/// What was known of a prompt's prefix when it was placed, and why its tokens were not cached.
+/// The facts about a prompt's prefix when it was placed, and why its tokens were not cached.
 #[derive(Debug, Serialize)]
 pub(crate) struct PrefixDetails {
     /// The number of cached tokens and the causes of the others in plain words; `None`: the worker has reported no number of cached tokens.
     summary: Option<String>,
-    /// Tokens that some worker had cached, at least those that were found.
+    /// The most leading tokens that any worker had cached; at least the tokens that were found.
     possible_tokens: u64,
-    /// Tokens that a worker that could have computed the prompt had cached, at least those that were found.
+    /// As `possible_tokens`, but only for workers that could have computed the prompt.
     eligible_tokens: u64,
     /// Tokens that the chosen worker was expected to find.
     chosen_tokens: u64,
-    /// The computation that the eligible worker with the most cached tokens would have saved, by the router's estimate.
+    /// The time of computation that the eligible worker with the most cached tokens would have saved, as the router estimates.
     regret_ms: f64,
     /// The tokens that were not cached, by cause; `None`: the worker has reported no number of cached tokens.
     uncached: Option<Uncached>,
@@ -35,7 +35,7 @@ pub(crate) struct PrefixDetails {
     known_tokens: u32,
     /// The longest prefix that a worker has or had cached.
     nearest: Option<NearestPrefix>,
-    /// The worker that had more cached than was expected of the chosen one.
+    /// The worker with the most cached tokens, if it had more than was expected of the chosen worker.
     elsewhere: Option<PrefixElsewhere>,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct Uncached(pub(crate) Causes);
 struct NearestPrefix {
     worker: String,
     tokens: u32,
-    /// How long before the placement the last of the tokens was removed; `None`: it was still cached.
+    /// The time from the removal of the last token to the placement; `None`: the tokens were still cached.
     removed_s: Option<u32>,
     /// Whether the worker had left, or its cache was cleared.
     lost: bool,
@@ -59,7 +59,7 @@ struct NearestPrefix {
 struct PrefixElsewhere {
     worker: String,
     tokens: u32,
-    /// How much more the placement would have cost there; `None`: the worker could not have computed the prompt.
+    /// The additional cost of a placement on this worker; `None`: the worker could not have computed the prompt.
     more_ms: Option<f64>,
     saved_ms: f64,
 }
@@ -70,7 +70,7 @@ impl Serialize for Uncached {
     }
 }
 
-/// Returns the funnel of a prompt, of which `found` tokens were cached; `None` if the router does not know the prefixes.
+/// Returns the funnel of a prompt with `found` cached tokens; `None` if the placement has no facts about the prefix.
 pub(crate) fn funnel(placement: &Placement, prompt_tokens: u32, found: u32) -> Option<Funnel> {
     Some(Funnel::of(placement.prefix.as_ref()?, prompt_tokens, placement.block_size, found))
 }
@@ -134,7 +134,7 @@ impl PrefixDetails {
     }
 }
 
-/// Returns the longest prefix that a worker has or had cached, with its blocks in place of its tokens.
+/// Returns the longest prefix that a worker has or had cached. Its `tokens` counts blocks, which the caller converts.
 fn nearest(facts: &PrefixFacts, chosen: &str) -> Option<NearestPrefix> {
     let own = KnownPrefix { worker_id: chosen.to_owned(), blocks: facts.held_blocks, ..Default::default() };
     let known = [Some(&own), facts.anywhere.as_ref(), facts.removed.as_ref()];
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn ages_have_the_unit_that_fits_them() {
+    fn ages_are_written_in_seconds_minutes_or_hours() {
         let ages = [0, 119, 120, 4_000, 7_199, 7_200, u32::MAX].map(age_in_words);
         assert_eq!(ages, ["0 s", "119 s", "2 min", "67 min", "120 min", "2 h", "1193046 h"]);
     }

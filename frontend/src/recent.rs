@@ -1,5 +1,5 @@
-//! The prompts that ended last, for the dashboard: their usage, workers and timeline, but no text and no token ids. Also their sums over the last
-//! hour, and the requests that were refused last.
+//! Records for the dashboard: the prompts that ended last (usage, workers and timeline, but no text and no token ids), their sums over the
+//! last hour, and the requests that were refused last.
 
 use crate::{
     clock::unix_ms,
@@ -14,11 +14,10 @@ use std::{
 };
 use tandem_proto::Funnel;
 
-/// The length of a [`Period`], in milliseconds. It is that of the window over which the dashboard's lines are drawn.
+/// The length of a [`Period`], in milliseconds. The dashboard's lines use windows of the same length.
 const PERIOD_MS: u64 = 10_000;
-/// The number of periods: those of an hour.
+/// The maximum number of periods: one hour.
 const PERIODS_MAX: usize = 360;
-/// The number of refused requests that are kept.
 const REFUSALS_MAX: usize = 50;
 
 /// The latest records, one for each prompt that ended.
@@ -47,7 +46,7 @@ pub(crate) struct Sums {
     prefixes: PrefixSums,
 }
 
-/// Sums over the prompts of which the router knew the prefix.
+/// Sums over the prompts whose placement had facts about the prefix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 struct PrefixSums {
     known_prompts: u64,
@@ -71,21 +70,20 @@ impl PrefixSums {
     }
 }
 
-/// A request that was answered with an error. Its texts are those of this program, never the client's.
+/// A request that was answered with an error. No field has text from the client.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Refusal {
     pub(crate) at_unix_ms: u64,
     pub(crate) request_id: String,
-    /// The path of the route, without what the client put into it.
+    /// The path of the route, without the client's values.
     pub(crate) endpoint: String,
     pub(crate) status: u16,
-    /// The error's code.
     pub(crate) code: Option<&'static str>,
 }
 
 #[derive(Default)]
 struct Ring {
-    /// How many records were added since the start, which is also the number of the newest record.
+    /// The number of records added since the start, which is also the number of the newest record.
     added: u64,
     records: VecDeque<Arc<PromptRecord>>,
 }

@@ -36,7 +36,7 @@ pub struct FrontendSettings {
     /// The maximum total size of the bodies that are read or parsed at a time, in bytes, without the first 16 KiB of each body. Requests
     /// beyond it are refused with 503.
     pub bodies_max_bytes: usize,
-    /// The maximum size of the texts whose tokens are remembered, with these tokens, in bytes. 0: each text is encoded again.
+    /// The maximum size of the cache of texts with their tokens, in bytes. 0: each text is encoded again.
     pub encoding_cache_bytes: usize,
     /// The maximum number of open connections. Connections beyond it are closed with a 503 response.
     pub connections_max: usize,
@@ -44,8 +44,8 @@ pub struct FrontendSettings {
     /// proxies. 0: no limit.
     pub connections_per_address_max: usize,
     /// Names accepted in the header `Host`, in addition to IP addresses and localhost. The listener `admin` checks `Host`; that of
-    /// the API does if it is on a loopback address or this list is not empty. A web page's name can resolve to any address, but the page
-    /// cannot change the browser's `Host`.
+    /// the API does if it is on a loopback address or this list is not empty. This prevents DNS rebinding: a web page's name can resolve to
+    /// any address, but the page cannot change the browser's `Host`.
     pub hosts: Hosts,
     /// The certificate of the API's listener, which then accepts only TLS. `None`: the API is served over plain HTTP. The listener `admin`
     /// has no TLS.
@@ -57,14 +57,13 @@ pub struct FrontendSettings {
     pub router_wait: Duration,
     /// The maximum time from a request to its first token, including all attempts.
     pub first_token_timeout: Duration,
-    /// The longest time for which a request may wait in the queue for its prefill. A request for which the router estimates a longer wait is refused with 503.
-    /// `None`: no request is refused for its wait.
+    /// The maximum time for which a request may wait in the queue for its prefill. If the router estimates a longer wait, the request is
+    /// refused with 503. `None`: no request is refused for its wait.
     pub max_wait: Option<Duration>,
-    /// The maximum number of attempts up to the first token, after which the request fails. A resumed generation may make as many attempts
-    /// again.
+    /// The maximum number of attempts up to the first token; then the request fails. Each resume may make as many attempts again.
     pub attempts: u32,
-    /// An attempt whose prefill has not begun is retried on another worker, except the last attempt, if the worker in whose queue it waits
-    /// makes no progress for this long.
+    /// If the worker in whose queue an attempt waits for its prefill makes no progress for this long, another worker is tried, unless the
+    /// attempt was the last one.
     pub attempt_timeout: Duration,
     /// How many times a generation whose worker is lost is resumed on another worker. 0: such a generation ends with an error.
     pub resumes: u32,
@@ -72,7 +71,7 @@ pub struct FrontendSettings {
     pub unread_max: Duration,
     /// How long a connection without a request stays open while the frontend drains, because its client may just be sending one.
     pub drain_idle: Duration,
-    /// Whether another process may listen on the same ports: a frontend that drains then closes the listener `admin` as early as the API's.
+    /// Whether other processes may listen on the same ports. If so, a draining frontend closes the listener `admin` as early as the API's.
     pub shares_port: bool,
     /// The time without an event after which a stream sends a comment, so that proxies keep the connection open. The shortest timeout of
     /// common proxies is 15 s. Status and headers are sent with the first token or comment; later errors are events in a response with

@@ -1,7 +1,8 @@
 //! The expected lengths of answers to one model, learned from the answers that have ended.
 //!
-//! A router knows only the limit `max_tokens` of an answer that has not ended. Programs set a limit for each kind of request, so requests with
-//! similar limits have answers of similar lengths. Therefore there is a mean for each class of limits, from a power of two to the next one.
+//! A router knows only the limit `max_tokens` of an answer that has not ended. Programs set a limit for each kind of request, so requests
+//! with similar limits have answers of similar lengths. Therefore there is a mean for each class of limits, from a power of two to the next
+//! one.
 
 /// A moving average: the plain mean of the first values, later a mean in which the latest values have the most weight.
 #[derive(Clone, Copy, Debug, Default)]
@@ -11,12 +12,11 @@ pub(crate) struct MovingMean {
     count: u32,
 }
 
-/// After this many values, each new value has the weight 1 / `WINDOW`. Lengths of answers vary by an order of magnitude, so a mean of much fewer
-/// values would vary too.
+/// After this many values, each new value has the weight 1 / `WINDOW`. Lengths of answers vary by an order of magnitude, so a mean of much
+/// fewer values would vary too.
 const WINDOW: u32 = 50;
 
 impl MovingMean {
-    /// Adds a value.
     pub(crate) fn record(&mut self, value: f64) {
         self.count = (self.count + 1).min(WINDOW);
         self.mean += (value - self.mean) / f64::from(self.count);
@@ -38,8 +38,8 @@ pub(crate) struct AnswerLengths {
 }
 
 impl AnswerLengths {
-    /// Records the length of an answer that has ended, in tokens for each sample. `max_tokens` is the limit that its request had; 0: no known
-    /// limit.
+    /// Records the length of an answer that has ended, in tokens for each sample. `max_tokens` is the limit that its request had; 0: no
+    /// known limit.
     pub(crate) fn record(&mut self, max_tokens: u32, tokens: f64) {
         let tokens = if max_tokens == 0 { tokens } else { tokens.min(f64::from(max_tokens)) };
         if let Some(class) = max_tokens.checked_ilog2() {

@@ -49,7 +49,6 @@ pub(crate) fn slice_len(events: &[KvEvent]) -> usize {
 }
 
 impl IndexedWorker {
-    /// Applies the events in their order.
     pub(crate) fn apply(&self, events: &[KvEvent]) -> Applied {
         let (mut applied, capacity_blocks) = (Applied::default(), self.capacity_blocks);
         for event in events {

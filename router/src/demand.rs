@@ -4,8 +4,8 @@ use crate::route::{ByRole, WorkerDemand, WorkerRole};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The age at which a placement has half the weight of the latest one. The sums thus include some placements even in a quiet cluster, but follow a
-/// change of the load.
+/// The age at which a placement has half the weight of the latest one. The sums thus include some placements even in a quiet cluster, but
+/// follow a change of the load.
 const HALF_LIFE: Duration = Duration::from_secs(30);
 
 /// The latest placements of one model, by the role of the worker that computes the prompt.

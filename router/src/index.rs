@@ -1,15 +1,18 @@
 //! The prefix index: which worker has cached which block.
 //!
-//! Blocks are kept in runs (docs/adr/033-index.md). A run is a chain of consecutive blocks, with the number of leading blocks that each holder has
-//! cached. So a lookup visits a few runs instead of all blocks of a prompt, and a change of a shared run writes one number.
+//! Blocks are kept in runs (docs/adr/033-index.md). A run is a chain of consecutive blocks. It has a number for each holder, a worker that
+//! has cached its first block: how many of its leading blocks the holder has cached. So a lookup visits a few runs instead of all blocks of
+//! a prompt, and a change of a shared run writes one number.
 //!
-//! Lookups run while changes are applied. The runs are spread over shards, each with a lock of its own, and a lookup waits only while
-//! the run that it needs is being changed. Changes are serialized by a mutex. No call moves more than some thousand blocks at once: the tables
+//! Lookups run while changes are applied. The runs are spread over shards, each with a lock of its own, and a lookup waits only while the
+//! run that it needs is being changed. Changes are serialized by a mutex. No call moves more than some thousand blocks at once: the tables
 //! grow in segments, and the blocks of a worker that has left are removed in slices ([`PrefixIndex::sweep`]).
 //!
-//! Invariants: each block is in exactly one run; the shard that the run's first block selects has the run, and finds it by that block; the rows of
-//! [`Holders`](run::Holders) have cached exactly the blocks that were stored for them and not removed. A worker's cache is one row. If it is cleared
-//! or replaced, the worker gets another row at once, and the old row is hidden from lookups until its blocks are removed.
+//! A worker's cache is one row. If the cache is cleared or replaced, the worker gets another row at once, and the old row is hidden from
+//! lookups until its blocks are removed.
+//!
+//! Invariants: each block is in exactly one run; a run is in the shard that its first block selects, and is found there by that block; the
+//! rows of [`Holders`](run::Holders) have cached exactly the blocks that were stored for them and not removed.
 
 mod changes;
 mod followed;
@@ -100,18 +103,19 @@ impl PrefixIndex {
         worker
     }
 
-    /// Sets the number that is remembered with the blocks that the worker removes: 4,095 at most. Until it is set it is 0, and these blocks are not
-    /// remembered.
+    /// Sets the owner number, at most 4,095, that is remembered with the blocks that the worker removes. While it is 0, its first value,
+    /// these blocks are not remembered.
     pub fn set_owner(&self, worker: WorkerSlot, owner: u16) {
         self.writer.lock().set_owner(worker, owner);
     }
 
-    /// Sets the present time, in seconds from any beginning.
+    /// Sets the present time, in seconds since any fixed time.
     pub(crate) fn set_time(&self, seconds: u64) {
         self.removed.set_time(seconds);
     }
 
-    /// Returns how many leading blocks of the prompt workers had cached, beyond the first `cached` ones, as far as it is remembered.
+    /// Returns the longest remembered prefix of the prompt that a worker had cached and has removed; `None` if it is not longer than the
+    /// first `cached` blocks.
     pub(crate) fn removed(&self, hashes: &[SequenceHash], cached: u32) -> Option<RemovedPrefix> {
         self.removed.prefix(cached as usize, hashes.len(), |at| self.mix(hashes[at]))
     }
@@ -143,7 +147,7 @@ impl PrefixIndex {
         skipped
     }
 
-    /// Returns an empty cache that is to replace the cache of a worker.
+    /// Begins to replace the content of a worker's cache. The new content is empty at first.
     pub fn replacement(&self) -> Replacement<'_> {
         Replacement { index: self, row: Some(self.writer.lock().add_row()), skipped: Skipped::default() }
     }
@@ -195,8 +199,8 @@ impl PrefixIndex {
     }
 }
 
-/// New content for a worker's cache, which lookups do not see until [`Self::complete`]. If it is dropped earlier, [`PrefixIndex::sweep`] removes its
-/// blocks.
+/// New content for a worker's cache, which lookups do not see until [`Self::complete`]. If it is dropped earlier, [`PrefixIndex::sweep`]
+/// removes its blocks.
 pub struct Replacement<'a> {
     index: &'a PrefixIndex,
     /// `None` once the replacement is complete.
@@ -210,8 +214,8 @@ impl Replacement<'_> {
         self.index.store(|_| self.row, chain, &mut self.skipped);
     }
 
-    /// Replaces the content of the worker's cache at once. Returns which blocks could not be stored. [`PrefixIndex::sweep`] removes the old blocks,
-    /// or the new ones if the worker was removed.
+    /// Replaces the content of the worker's cache at once. Returns how many blocks could not be stored. [`PrefixIndex::sweep`] removes the
+    /// old blocks, or the new ones if the worker was removed.
     pub fn complete(mut self, worker: WorkerSlot) -> Skipped {
         let Self { index, skipped, .. } = self;
         let mut writer = index.writer.lock();

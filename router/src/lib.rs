@@ -148,8 +148,8 @@ async fn end_startup(cluster: &Cluster) -> Infallible {
     std::future::pending().await
 }
 
-/// Once the router drains, waits until no other router is connected, and then ends the streams of all requests. While another router is connected,
-/// frontends book running requests with it, and close their streams to this router.
+/// Once the router drains, waits until no other router is connected, and then ends the streams of all requests. While another router is
+/// connected, frontends book running requests with it, and close their streams to this router.
 async fn release(cluster: &Cluster, shutdown: &Shutdown, released: &CancellationToken) -> Infallible {
     shutdown.draining().await;
     while cluster.lock().peers.len() > 0 {
@@ -159,8 +159,8 @@ async fn release(cluster: &Cluster, shutdown: &Shutdown, released: &Cancellation
     std::future::pending().await
 }
 
-/// Watches every listed process. Calls `on_listed` when the list has been read. If the list is advisory, a process that is removed from it is watched
-/// until it disconnects. Cancel-safe: dropping the future ends all watching.
+/// Watches every listed process. Calls `on_listed` when the list has been read. If the list is advisory, a process that is removed from it
+/// is watched until it disconnects. Cancel-safe: dropping the future ends all watching.
 async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
     what: &str,
     mut listed: Members,

@@ -60,7 +60,7 @@ pub(crate) struct WorkerSeries {
     cleared: Counter,
 }
 
-/// What was learned from the blocks that a worker's engine found.
+/// Series about the difference between the blocks that a worker reports and those that its engine finds.
 pub(crate) struct FindingSeries {
     /// The number of leading blocks that the worker reports but its engine does not find.
     pub(crate) index_excess: Gauge,
@@ -194,8 +194,8 @@ impl FindingSeries {
     }
 }
 
-/// What the prompts that a worker has computed for one model could have reused, and why they did not. The series are exported as long as those of the
-/// worker.
+/// Series about the prompts that a worker has computed for one model: what they could have reused, and why they did not. They are exported
+/// as long as those of the worker.
 pub(crate) struct PrefixSeries<'a> {
     of_all: &'a Metrics,
     of_worker: Metrics,
@@ -204,7 +204,6 @@ pub(crate) struct PrefixSeries<'a> {
 }
 
 impl PrefixSeries<'_> {
-    /// Counts a prompt.
     pub(crate) fn count(&self, funnel: &Funnel, facts: &PrefixFacts) {
         let Self { of_all, of_worker, worker_id, model } = self;
         let add = |name, help, (label, value), tokens| {

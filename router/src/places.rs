@@ -1,11 +1,12 @@
 //! Estimates when a request gets a place, and memory for its prompt, on the worker that decodes its answer.
 //!
-//! Engines serve accounts in turn: a request competes with all sequences of its own account, and with as many of every other account. If the worker
-//! has too few places or too little memory for these, some running answers have to end first. Tandem's own engines preempt further samples of other
-//! requests instead (docs/adr/021-fair-shares.md), so on them a request competes only with the first sample of each other request.
+//! Engines serve accounts round-robin: a request competes with all sequences of its own account, and with as many of every other account.
+//! If the worker has too few places or too little memory for these, some running answers have to end first. Tandem's own engines preempt
+//! other requests' samples after the first instead (docs/adr/021-fair-shares.md), so on them a request competes only with the first sample
+//! of each other request.
 //!
-//! An answer is expected to end at the usual length of such answers. If it runs for longer than that, it is expected to continue for as long as it is
-//! overdue. So a worker whose answers do not end is expected to stay full for longer and longer.
+//! An answer is expected to end at the usual length of such answers. If it is longer, it is expected to continue for as long as it is
+//! overdue. So the longer a worker's answers run, the longer the worker is expected to stay full.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_kv::Priority;
@@ -23,7 +24,7 @@ pub(crate) struct BookedAnswer {
     pub(crate) since: Option<Instant>,
 }
 
-/// What is known about the length of an answer, in tokens of one sample.
+/// The expected length of an answer and its limits, in tokens of one sample.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Length {
     pub(crate) expected: f64,
@@ -32,7 +33,7 @@ pub(crate) struct Length {
     pub(crate) max: u32,
 }
 
-/// The places and the memory of a worker for which one request competes.
+/// The places in the batch and the memory of a worker, for which one request competes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
     /// The number of sequences that the worker computes at once; 0: not known.
@@ -45,7 +46,7 @@ pub(crate) struct Room {
     pub(crate) available_blocks: u32,
     /// The number of blocks that the request's prompt takes.
     pub(crate) wanted_blocks: u32,
-    /// Whether the engine preempts further samples of other requests in favour of this request.
+    /// Whether the engine preempts other requests' samples after the first in favour of this request.
     pub(crate) samples_yield: bool,
 }
 
@@ -74,13 +75,15 @@ impl BookedAnswer {
         }
         let longest = pace.token.saturating_mul(max).saturating_sub(took);
         let outlived = took - expected;
-        // An answer that runs for longer than its `max_tokens` take at the mean speed is slower than others, so the limit says nothing about it.
+        // An answer that runs for longer than its `max_tokens` take at the mean speed is slower than others, so the limit says nothing
+        // about it.
         if longest.is_zero() { outlived } else { outlived.min(longest) }
     }
 }
 
 impl Room {
-    /// Returns how long a request of this account and priority waits for a place and for its memory. `booked` has all answers on the worker.
+    /// Returns how long a request of this account and priority waits for a place and for its memory. `booked` has all answers on the
+    /// worker.
     pub(crate) fn wait<'a>(
         &self,
         booked: impl Iterator<Item = &'a BookedAnswer> + Clone,
@@ -109,8 +112,8 @@ impl Room {
         own.time_until(may_precede, pace.answer)
     }
 
-    /// Returns the state of the worker if only the first sample of each request had a place and blocks. All sequences are assumed to have equally
-    /// many blocks.
+    /// Returns the state of the worker if only the first sample of each request had a place and blocks. All sequences are assumed to have
+    /// equally many blocks.
     fn without_further_samples<'a>(&self, booked: impl Iterator<Item = &'a BookedAnswer>) -> Self {
         let (mut further, mut further_running) = (0_u32, 0_u32);
         for answer in booked {
@@ -155,8 +158,8 @@ struct Preceding {
 }
 
 impl Preceding {
-    /// Returns the time until at most `may_precede` of the sequences have not ended. Waiting sequences take the free places first. Each further
-    /// waiting sequence takes the place of one that ends, and keeps it for the time `answer`.
+    /// Returns the time until at most `may_precede` of the sequences have not ended. Waiting sequences take the free places first. Each
+    /// further waiting sequence takes the place of one that ends, and keeps it for the time `answer`.
     fn time_until(mut self, may_precede: u64, answer: Duration) -> Duration {
         let to_end = (count(&self.running) + count(&self.waiting)).saturating_sub(may_precede);
         let free = (may_precede + 1).saturating_sub(count(&self.running));
@@ -237,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn overdue_answers_are_expected_to_run_for_longer_and_longer() {
+    fn overdue_answer_is_expected_to_continue_for_as_long_as_it_is_overdue() {
         let now = now();
         let full = |took| [answer("a", Some(took), now), answer("a", Some(took), now)];
         let waits = [2, 10, 20, 45].map(|took| wait(places(2, 2), &full(took), "a", PACE, now));

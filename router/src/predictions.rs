@@ -1,11 +1,11 @@
 //! The blocks that placed requests are about to compute on the workers.
 //!
-//! Prompts that are being prefilled form runs like those of the index. A run is a stretch of consecutive blocks. For each worker it has the number
-//! of leading blocks that prompts on the worker share with it. So a booking and a lookup take a few steps for each run, and none for each block. A
-//! run refers to the blocks of the prompt that began it.
+//! Prompts that are being prefilled form runs like those of the index. A run is a stretch of consecutive blocks. For each worker it has the
+//! number of leading blocks that prompts on the worker share with it. So a booking and a lookup take a few steps for each run, and none for
+//! each block. A run refers to the blocks of the prompt that began it.
 //!
-//! Invariants: each run has at least one entry, and as many blocks as its largest entry; each prompt has one entry in every run along it, so that the
-//! next run along a prompt is found by its first block.
+//! Invariants: each run has at least one entry, and as many blocks as its largest entry; each prompt has one entry in every run along it,
+//! so that the next run along a prompt is found by its first block.
 
 use crate::index::{KeyedState, WorkerSlot};
 use std::{
@@ -26,7 +26,6 @@ struct PredictedRun {
     prompt: Arc<[SequenceHash]>,
     /// The position of the run's first block in the prompt.
     start: usize,
-    /// The number of the run's blocks.
     blocks: usize,
     /// The number of prompts for each worker and number of leading blocks, in ascending order of these two.
     entries: Vec<PredictedPrompts>,
@@ -87,8 +86,8 @@ impl Predictions {
         });
     }
 
-    /// Returns for each worker, by its slot, how many leading blocks of the prompt are also blocks of a prompt that the worker will compute. Workers
-    /// whose slots are beyond the end of the list have no such blocks.
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt are also blocks of a prompt that the worker will
+    /// compute. Workers whose slots are beyond the end of the list have no such blocks.
     pub(crate) fn leading_blocks(&self, prompt: &[SequenceHash]) -> Vec<u32> {
         let (mut leading, mut start) = (Vec::new(), 0);
         while let Some(run) = prompt.get(start).and_then(|first| self.runs.get(first)) {

@@ -1,8 +1,8 @@
 //! The requests that wait on one worker for their first tokens, and the speed at which this queue moves.
 //!
-//! The speed is measured, so it includes everything that limits the worker: its device, its places, its blocks, and the worker that decodes.
-//! A period shows the worker's full speed only if work was waiting all the time: if some of the requests that waited at the beginning still wait
-//! at the end. Other periods show only a lower bound of the speed.
+//! The speed is measured, so it includes everything that limits the worker: its device, its places, its blocks, and the worker that
+//! decodes. A period shows the worker's full speed only if work was waiting all the time: if some of the requests that waited at the
+//! beginning still wait at the end. Other periods show only a lower bound of the speed.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use tandem_kv::Priority;
@@ -14,7 +14,7 @@ const REQUEST_TOKENS: u64 = 64;
 const PERIOD_MIN: Duration = Duration::from_secs(1);
 /// The age at which a period has half the weight of the latest one in the measured speed.
 const HALF_LIFE: Duration = Duration::from_secs(10);
-/// The age at which a measured speed is not used any more.
+/// The age after which a measured speed is not used any more.
 const SPEED_MAX_AGE: Duration = Duration::from_secs(60);
 
 /// One request in a queue. The default entry stands for a request that is in no queue.
@@ -38,14 +38,14 @@ pub(crate) struct PrefillQueue {
     /// The work of the waiting requests by priority and account. Every entry has at least one request.
     waiting: BTreeMap<(Priority, Arc<str>), Equals>,
     period: SpeedPeriod,
-    /// The time of the latest sign of progress: a request got its first token, the worker reported that it prefills, or a request joined the empty
-    /// queue.
+    /// The time of the latest sign of progress: a request got its first token, the worker reported that it prefills, or a request joined
+    /// the empty queue.
     moved_at: Instant,
     /// The measured speed, and when it was measured; `None` until then.
     speed: Option<(Speed, Instant)>,
 }
 
-/// The waiting requests of one account and priority.
+/// The waiting requests of one account and priority: the work of each, and the sum.
 #[derive(Debug, Default)]
 struct Equals {
     each: Vec<u64>,
@@ -92,7 +92,6 @@ pub(crate) enum Departure {
 }
 
 impl QueueEntry {
-    /// Returns the account and the priority.
     pub(crate) fn owner(&self) -> (&str, Priority) {
         (&self.account, self.priority)
     }
@@ -149,8 +148,8 @@ impl PrefillQueue {
             self.at_least(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
             self.begin_period(now);
         } else if served * 2 >= at_first {
-            // All work of a request is counted when the request leaves, although part of it was done earlier. The error is small once half of the
-            // queue has been served.
+            // All work of a request is counted when the request leaves, although part of it was done earlier. The error is small once half
+            // of the queue has been served.
             self.measure(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
             self.begin_period(now);
         }
@@ -162,9 +161,10 @@ impl PrefillQueue {
         (now.duration_since(measured) <= SPEED_MAX_AGE).then(|| speed.per_second())
     }
 
-    /// Returns how long `request` would wait if it joined the queue and the queue had this speed. It waits for all work that outranks it, for all
-    /// work of its account that it does not outrank, and for as much work of every other account of its rank, because workers serve accounts in turn.
-    /// If the queue has made no progress for some time, a request with work before it is expected to wait for at least as long again.
+    /// Returns how long `request` would wait if it joined the queue and the queue had this speed. It waits for all work that outranks it,
+    /// for all work of its account that it does not outrank, and, because workers serve accounts round-robin, for as much work of every
+    /// other account of its rank. If the queue has made no progress for some time, a request with work before it is expected to wait for at
+    /// least as long again.
     pub(crate) fn wait(&self, request: &QueueEntry, speed: f64, now: Instant) -> Duration {
         let (mut ahead, mut own, mut others) = (0, 0, BTreeMap::<&str, u64>::new());
         for ((priority, account), Equals { work, .. }) in &self.waiting {
@@ -184,8 +184,8 @@ impl PrefillQueue {
         Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX).max(still)
     }
 
-    /// Returns which waiting requests would be served after a new request: those that the new one outranks and, if the worker computes short prompts
-    /// first (`shortest_first`), those of equal rank with more work.
+    /// Returns which waiting requests would be served after a new request: those that the new one outranks and, if the worker computes
+    /// short prompts first (`shortest_first`), those of equal rank with more work.
     pub(crate) fn behind(&self, account: &str, priority: Priority, new_tokens: u64, shortest_first: bool) -> Behind {
         let (mut requests, mut behind, mut outranked, mut all) = (0, 0, 0, 0);
         for ((of, owner), Equals { each, work }) in &self.waiting {
@@ -204,7 +204,6 @@ impl PrefillQueue {
         Behind { requests, share: share(behind), outranked: share(outranked) }
     }
 
-    /// Returns the work of all waiting requests.
     fn work(&self) -> u64 {
         self.waiting.values().map(|equals| equals.work).sum()
     }
@@ -320,7 +319,7 @@ mod tests {
         let mut abandoned = queue(40, start);
         let now = keeps_moving(&mut abandoned, 200, Duration::from_millis(100), Departure::Abandoned, start);
         assert_eq!(wait(&abandoned, "a", now), None);
-        // Short prompts overtake a long one, which the worker computes meanwhile. Their speed says little about the worker's.
+        // Short prompts overtake a long one, which the worker computes meanwhile. Their speed is not that of the worker.
         let mut passed = PrefillQueue::new(start);
         passed.join(&request("a", 100_000), start);
         for number in 1..=20 {

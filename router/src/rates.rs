@@ -19,8 +19,8 @@ pub struct Measurement {
     pub weight: f64,
 }
 
-/// The logarithms of the values that a worker has measured; `None` for a value that it has not measured. They are computed once for each report of
-/// the worker, not for each placement.
+/// The logarithms of the values that a worker has measured; `None` for a value that it has not measured. They are computed once for each
+/// report of the worker, not for each placement.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MeasuredLogs {
     pub prefill_tokens_per_second: Option<f64>,
@@ -49,7 +49,7 @@ impl Measurement {
         (value > 0.0).then(|| value.ln())
     }
 
-    /// Returns the weight of a value that was measured so long ago.
+    /// Returns the weight of a measurement of this age.
     pub fn weight(age: Duration, costs: &Costs) -> f64 {
         let half_lives = age.as_secs_f64() / costs.rate_half_life.as_secs_f64();
         (-half_lives).exp2().max(WEIGHT_MIN)

@@ -1,8 +1,8 @@
 //! Replication of bookings between routers: first the full state, then every change, in messages numbered without gaps.
 //!
-//! This module has no I/O. A change carries the booking's current record, or says that the booking has ended. So it does no harm if a receiver
-//! applies a change twice, or receives only the later of two changes. Each message states which range of the sender's journal it covers. A receiver
-//! that has missed a message detects the gap at the next message and requests the full state again.
+//! This module has no I/O. A change carries the booking's current record, or says that the booking has ended. So it does no harm if a
+//! receiver applies a change twice, or receives only the later of two changes. Each message states which range of the sender's journal it
+//! covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
 
 use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
@@ -17,10 +17,9 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of latest changes that the journal keeps: half a megabyte, a minute at 300 requests per second. A receiver that has missed older
-/// changes gets the full state.
+/// The number of latest changes that the journal keeps: half a megabyte, a minute at 300 requests per second. A receiver that has missed
+/// older changes gets the full state.
 const RECENT_MAX: usize = 65_536;
-/// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
 /// The most hashes in one message, about half a megabyte. A message exceeds the limit by at most its last booking.
 const MESSAGE_HASHES_MAX: usize = 65_536;
@@ -45,7 +44,6 @@ impl Journal {
         self.last.send_modify(|last| *last += 1);
     }
 
-    /// Returns the number of the last change.
     pub(crate) fn last(&self) -> u64 {
         *self.last.borrow()
     }

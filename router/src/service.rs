@@ -139,8 +139,8 @@ impl RouterService {
         fits.map_err(|difference| Status::failed_precondition(format!("the {peer} belongs to another cluster: {difference}")))
     }
 
-    /// Refuses to place requests while this router is starting, because it does not know all workers' caches yet. A router without peers refuses them
-    /// for [`ALONE_WAIT`] at most, because no other router could place them.
+    /// Refuses to place requests while this router is starting, because it does not know all workers' caches yet. A router without peers
+    /// refuses them for [`ALONE_WAIT`] at most, because no other router could place them.
     fn check_ready(&self) -> Result<(), Status> {
         let is_alone = matches!(&self.cluster.settings.peers, MemberSource::List(list) if list.is_empty());
         match self.cluster.lock().starting_reason() {
@@ -302,7 +302,8 @@ impl Route {
         self.reply(placed)
     }
 
-    /// Places a request again that has waited in the queue for its whole limit, on a worker without a queue, but only once; otherwise refuses it.
+    /// Places a request that has waited in the queue for its whole limit again, on a worker with a short wait, but only once; otherwise
+    /// refuses it.
     fn place_at_once(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
         let mut state = self.service.cluster.lock();
@@ -392,7 +393,6 @@ fn describe(span: &Span, placement: &Placement) {
     span.set("tandem.block_size", placement.block_size);
 }
 
-/// Returns the failure message for this error.
 fn failure(error: PlacementError) -> Failure {
     let reason = match error {
         PlacementError::NoEligibleWorker(

@@ -1,4 +1,4 @@
-//! The router's settings. The comment of each one gives its default and the reason for it.
+//! The router's settings. The comment of each setting gives its default and the reason for it.
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -121,11 +121,11 @@ pub struct Costs {
     /// be scattered.
     pub work_weight: f64,
     /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. Default 1: all evicted
-    /// blocks are assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all caches before
-    /// any of them overflows.
+    /// blocks are assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all caches
+    /// before any of them overflows.
     pub displaced_weight: f64,
-    /// The cost of a delay of an answer that has begun, relative to an equal delay of a first token. Default 0.7: readers mind a pause within an
-    /// answer less than a late first token.
+    /// The cost of a delay of an answer that has begun, relative to an equal delay of a first token. Default 0.7: readers mind a pause
+    /// within an answer less than a late first token.
     pub answer_preference: f64,
     /// The assumed duration of an answer in milliseconds, until the router has measured one. It determines how long a prompt waits for
     /// blocks that running answers must release. Default 5 s: some hundred tokens of ten milliseconds each, and more.

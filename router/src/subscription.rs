@@ -91,7 +91,6 @@ pub(crate) enum EventRoute {
     Nats,
 }
 
-/// The state of one subscription.
 pub(crate) struct KvSubscription {
     instance_id: String,
     source: EventRoute,

@@ -17,7 +17,8 @@ use tonic::{Status, transport::Endpoint};
 /// The first pause between attempts to connect: short, because a process may be starting together with the router.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 
-/// The longest pause between attempts to connect. A restarted process is found within this time. Attempts at this interval cost almost nothing.
+/// The longest pause between attempts to connect. A restarted process is found within this time. Attempts at this interval cost almost
+/// nothing.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// The pause after an address turned out to be this router's own. The address is tried again, because another router may have it some day.
@@ -107,7 +108,6 @@ pub(crate) trait Watch {
     /// Receives messages until the connection is lost. Resets `backoff` once the connection works.
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, ConnectionEnd>;
 
-    /// Reports why the connection was lost.
     fn on_lost(&self, lost: &ConnectionEnd, reason: Reason);
 
     /// Connects again and again, and never returns. Cancel-safe: dropping the future closes the connection and removes the process's state.

@@ -1,8 +1,8 @@
 //! The load that placed requests add to one worker before the worker's own reports include them.
 //!
-//! Invariants: a request's load is added from its placement until the worker reports that its load includes the request, or until the booking
-//! is released. So a request is never counted twice. The expected length of its answer, which no worker knows, is added until the booking is
-//! released.
+//! Invariants: a request's load is added from its placement until the worker reports that its load includes the request, or until the
+//! booking is released. So a request is never counted twice. The expected length of its answer, which no worker knows, is added until the
+//! booking is released.
 
 use crate::places::BookedAnswer;
 use std::collections::{BTreeMap, VecDeque};
@@ -111,7 +111,6 @@ impl WorkerBookings {
         self.answers.values()
     }
 
-    /// Removes the booking.
     pub(crate) fn remove(&mut self, key: &BookingKey) {
         self.stop_counting(key);
         self.count -= 1;

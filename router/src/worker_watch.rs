@@ -38,7 +38,6 @@ const DISCONNECTED_PAUSE: Duration = Duration::from_secs(1);
 /// The time limit for a subscription at NATS. NATS normally answers within milliseconds.
 const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Watches one worker.
 pub(crate) struct WorkerWatcher(pub(crate) RemoteProcess);
 
 /// The reason for which a worker's cache has to be read from a snapshot again.
@@ -59,7 +58,7 @@ impl Watch for WorkerWatcher {
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, ConnectionEnd> {
         let Self(remote) = self;
         let mut control = ControlClient::new(remote.connect().await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
-        // The worker writes it to its own log.
+        // The worker writes the refusal to its own log.
         let refusal = remote.cluster.lock().unavailable.refusal(&remote.address);
         let info = remote.in_time(control.describe(DescribeRequest { refusal })).await?.map_err(not_described)?.into_inner();
         let series = {
@@ -92,7 +91,6 @@ impl Watch for WorkerWatcher {
     }
 }
 
-/// Logs that the worker is no longer a member.
 fn log_lost(address: &str, LostMember { worker_id, instance_id, end }: &LostMember, reason: &str) {
     if end.is_planned() {
         tracing::info!(worker_id, instance_id, %address, "worker drains: it finishes its requests, and new ones go to other workers");
@@ -155,7 +153,7 @@ impl WorkerConnection<'_> {
         }
     }
 
-    /// Removes the worker from the members. Returns the error that says whether it was one.
+    /// Removes the worker from the members. Returns the error; [`ConnectionEnd::Lost`] if the worker was a member.
     fn ended(&mut self, end: ConnectionEnd) -> ConnectionEnd {
         let Some(id) = self.member.take() else { return end };
         self.remote.cluster.leave(id);
@@ -307,7 +305,7 @@ impl WorkerConnection<'_> {
     }
 }
 
-/// The worker is no longer listed, or the router ends.
+/// Removes a worker that is still a member because it is no longer listed, or because the router ends.
 impl Drop for WorkerConnection<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.member {

@@ -1,8 +1,9 @@
-//! Measures the cost of the adapter: the CPU time that a decode worker in front of a vLLM server needs for a request and for a token, and the time
-//! that it adds to the first token. The server is the fake one of the tests; CPU time is that of the worker's own threads.
+//! Measures the cost of the adapter: the CPU time that a decode worker in front of a vLLM server needs for a request and for a token, and
+//! the time that it adds to the first token. The server is the fake one of the tests; CPU time is that of the worker's own threads.
 //!
-//! Machines differ by more than a factor of two, so a second service runs in turns with the worker: a relay that only does what no adapter can
-//! avoid. For each event of the server's answer it decodes the token ids and sends a gRPC message.
+//! Machines differ by more than a factor of two, so the worker is compared with a relay, which is measured in alternation with it. The
+//! relay does only the work that no adapter can avoid: for each event of the server's answer, it decodes the token ids and sends a gRPC
+//! message.
 //!
 //!     cargo bench -p tandem-tests --bench adapter
 #![expect(clippy::print_stdout, reason = "the figures are the benchmark's output")]
@@ -107,7 +108,7 @@ async fn worker(url: String) -> Result<SocketAddr> {
     Ok(address)
 }
 
-/// A service that passes the tokens of the server's answers on, and does nothing else.
+/// A service that only forwards the tokens of the server's answers.
 struct Relay {
     http: reqwest::Client,
     url: String,

@@ -1,4 +1,4 @@
-//! What a constraint costs before the first token: the time to compile each of the 200 schemas, and to compute its first mask.
+//! Measures the cost of a constraint before the first token: the time to compile each of the 200 schemas, and to compute its first mask.
 //!
 //!     TANDEM_MODEL=$(tandem model fetch | tail -1) cargo bench -p tandem-tests --bench constraints
 #![expect(clippy::print_stdout, reason = "the figures are the benchmark's output")]

@@ -1,5 +1,5 @@
-//! Measures structured outputs with a real model: whether every finished answer is valid, and the cost of the constraint. Each answer is generated
-//! twice with the same number of tokens: under its schema, and without a constraint.
+//! Measures structured outputs with a real model: whether every finished answer is valid, and the cost of the constraint. Each answer is
+//! generated twice with the same number of tokens: under its schema, and without a constraint.
 //!
 //!     TANDEM_MODEL=$(tandem model fetch | tail -1) cargo bench -p tandem-tests --bench structured
 #![expect(clippy::print_stdout, reason = "the figures are the benchmark's output")]

@@ -1,4 +1,5 @@
-//! A fake llama.cpp server without a model, for tests. Its answers have the JSON of a stock server, as recorded with builds 10434 and 11549.
+//! A fake llama.cpp server without a model, for tests. Its answers have the JSON of a stock server, as recorded with builds 10434 and
+//! 11549.
 
 use crate::fake_vllm::engine::next_token;
 use anyhow::Result;
@@ -43,7 +44,8 @@ pub struct LlamaCppFake {
     pub context_length: usize,
     /// The duration of a step of the fake model.
     pub step: Duration,
-    /// If true, every third token of an answer ends within a UTF-8 character: the token has no event, and its text comes with the next token's.
+    /// Whether every third token of an answer ends within a UTF-8 character. Such a token has no event; its text comes with that of the
+    /// next token.
     pub divides_characters: bool,
 }
 
@@ -70,7 +72,7 @@ struct Server {
     fails: AtomicBool,
     loads: AtomicBool,
     seen: Mutex<Vec<Value>>,
-    /// The number of prompt tokens that were computed, and of those that were found in a slot.
+    /// The number of prompt tokens that were computed, and the number of those that were found in a slot.
     counted: Mutex<(u64, u64)>,
 }
 
@@ -122,7 +124,7 @@ impl FakeLlamaCpp {
         self.server.seen.lock().clone()
     }
 
-    /// Returns the number of prompt tokens that the server has computed, and of those that it has found in a slot, as llama.cpp's metrics count them.
+    /// Returns the numbers of prompt tokens that the server has computed and has found in a slot, as llama.cpp's metrics count them.
     pub fn counted(&self) -> (u64, u64) {
         *self.server.counted.lock()
     }

@@ -58,12 +58,12 @@ pub fn sim_settings() -> UpSettings {
     settings
 }
 
-/// Returns [`sim_settings`] with a rule for prefills: the router places them as `prefill` says.
+/// Returns [`sim_settings`] with this place for prefills.
 pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
     with_prefill(prefill, sim_settings())
 }
 
-/// Returns these settings with another rule for prefills: the router places prefills as `prefill` says.
+/// Returns these settings with this place for prefills.
 pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
     settings.router.prefill = prefill;
     settings

@@ -1,4 +1,4 @@
-//! Simulates the cluster: many seeds, or one seed with its log.
+//! A command that simulates the cluster: many seeds, or one seed with its log.
 #![expect(clippy::print_stdout, reason = "this command line tool prints its results")]
 
 use clap::Parser;

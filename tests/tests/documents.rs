@@ -1,5 +1,5 @@
-//! Tests with questions about more documents than one worker can cache: the router must send each question to the worker that has cached its
-//! document, and must balance the load. The whole cluster runs over sockets, in one thread and in paused time.
+//! Tests with questions about more documents than one worker can cache: the router must send each question to the worker that has cached
+//! its document, and must balance the load. The whole cluster runs over sockets, in one thread and in paused time.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -27,7 +27,8 @@ const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
 /// Runs a future in paused time, which advances by a millisecond when no task can make progress. The runtime's own auto-advance would not
 /// wait for bytes that are in flight through a socket.
 fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
-    /// In each simulated millisecond, the clock yields to other tasks this many times: more than the longest chain of messages within a millisecond.
+    /// In each simulated millisecond, the clock yields to other tasks this many times: more than the longest chain of messages within a
+    /// millisecond.
     const YIELDS: usize = 40;
     let clock = async {
         tokio::time::pause();

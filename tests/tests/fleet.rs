@@ -385,7 +385,7 @@ async fn each_data_parallel_rank_of_a_server_is_a_worker() -> Result<()> {
     Ok(())
 }
 
-/// The questions are shorter than a block. So what a conversation's next prompt has in common with the caches is the previous answer.
+/// The questions are shorter than a block, so only blocks with the previous answer let the next prompt find its server.
 #[tokio::test(flavor = "multi_thread")]
 async fn conversation_stays_on_the_server_that_has_computed_its_answer_if_servers_publish_no_events() -> Result<()> {
     let fleet = Fleet::with(2, |settings| settings.events = false).await?;

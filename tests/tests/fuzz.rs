@@ -1,8 +1,10 @@
 //! Fuzzing: mutated model files, request bodies and KV events are accepted or refused, without a panic.
 //!
-//! Runs on stable Rust, for a few seconds per target. For longer: `TANDEM_FUZZ_SECONDS=600 cargo test --release -p tandem-tests --test fuzz`.
-//! `TANDEM_FUZZ_SECONDS=600 cargo test --release -p tandem-tests --test fuzz -- --ignored --nocapture` sends 10,000 request bodies, and checks
-//! that the memory in use does not grow.
+//! Runs on stable Rust, for a few seconds per target. `TANDEM_FUZZ_SECONDS=600` sets a longer time. With `-- --ignored --nocapture`, it
+//! sends 10,000 request bodies, and checks that the memory in use does not grow:
+//!
+//!     TANDEM_FUZZ_SECONDS=600 cargo test --release -p tandem-tests --test fuzz
+//!
 //! A failure names the seed of its input; `TANDEM_FUZZ_SEED` starts with that input. Coverage does not guide the mutations.
 
 #[path = "../../crates/model/tests/writer/mod.rs"]
@@ -28,7 +30,6 @@ use writer::{Writer, kind};
 
 /// Time per target unless `TANDEM_FUZZ_SECONDS` is set.
 const SECONDS: u64 = 3;
-/// The maximum number of mutations of one input.
 const MUTATIONS_MAX: u64 = 6;
 /// Bytes that are inserted: edge cases of JSON, UTF-8 and lengths.
 const FRAGMENTS: [&[u8]; 14] = [
@@ -301,8 +302,8 @@ fn other_requests(model: &str) -> Vec<(&'static str, Vec<Vec<u8>>)> {
     all.map(|(path, request)| (path, vec![request.to_string().into_bytes()])).into()
 }
 
-/// Sends mutated requests to all endpoints that read a body, until `bodies` are sent or the time is over. Every request gets an answer that is
-/// no server error. Returns the number of answers with each status.
+/// Sends mutated requests to all endpoints that read a body, until `bodies` are sent or the time is over. Every request gets an answer that
+/// is no server error. Returns the number of answers with each status.
 async fn send_mutations(cluster: &TestCluster, bodies: usize) -> Result<BTreeMap<u16, usize>> {
     let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build()?;
     let both = [Endpoint::Chat, Endpoint::Completions];

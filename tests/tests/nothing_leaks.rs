@@ -11,10 +11,11 @@ use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 async fn no_resource_is_held_after_half_the_clients_disconnect_at_random_phases() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut settings = sim_settings_with(prefill);
-        // The engines are so slow that clients disconnect in every phase of a request. The caches are so small that sequences are preempted.
+        // The engines are so slow that clients disconnect in every phase of a request. The caches are so small that sequences are
+        // preempted.
         settings.worker.sim.sim_speedup = 10.0;
         settings.worker.kv_capacity_tokens = Some(16_384);
-        // Routers do not know that clients will leave, and expect that their long answers keep the workers full.
+        // Routers do not know that clients will disconnect, and expect their long answers to keep the workers full.
         settings.frontend.limits.max_wait = 0.0;
         let cluster = start(settings).await?;
         let client = Client::new(cluster.frontend());

@@ -72,12 +72,12 @@ fn overloaded_cluster_serves_at_capacity_and_refuses_the_rest_at_once() {
     }
 }
 
-/// The time after which the speed of every queue is measured. Until then, estimates use prefill rates, which leave out the time that decoding
-/// takes.
+/// The time after which the speed of every queue is measured. Until then, estimates use prefill rates, which leave out the time that
+/// decoding takes.
 const MEASURED_AFTER: Duration = Duration::from_secs(10);
 
-/// Checks the `Retry-After` of each refusal that was estimated from measured speeds: the next request is admitted within twice this time and, if
-/// this time exceeds a second, not before half of it.
+/// Checks the `Retry-After` of each refusal that was estimated from measured speeds: the next request is admitted within twice this time
+/// and, if this time exceeds a second, not before half of it.
 fn check_retry_after(overloaded: &Overloaded) {
     for (at, refused) in
         overloaded.requests.iter().enumerate().filter(|(_, sent)| sent.status == Some(503) && sent.at >= MEASURED_AFTER)
@@ -99,8 +99,8 @@ fn overloaded_cluster_without_max_wait_is_measured() {
     }
 }
 
-/// Long answers hold all places, or all memory, of the workers that decode. In some cases the router knows the lengths of the answers, in others
-/// it does not.
+/// Long answers hold all places, or all memory, of the workers that decode. In some cases the router knows the lengths of the answers, in
+/// others it does not.
 #[test]
 fn requests_to_a_full_cluster_wait_no_longer_than_their_limit() {
     let places = |prefill| Full {

@@ -1,5 +1,5 @@
-//! A cluster under twice the load that it can serve, in simulated time. A part of the requests has a better priority. `-- --nocapture` prints the
-//! table of docs/reliability.md.
+//! A cluster under twice the load that it can serve, in simulated time. A part of the requests has a better priority. `-- --nocapture`
+//! prints the table of docs/reliability.md.
 
 use std::time::Duration;
 use tandem_router::PrefillPlace;

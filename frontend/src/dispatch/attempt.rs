@@ -13,14 +13,14 @@ use tandem_proto::{
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, Streaming};
 
-/// If a worker in whose queue the prompt waits makes no progress within `start_timeout`, the decode worker reports which one it is. The
+/// If a worker in whose queue the prompt waits makes no progress within `start_timeout`, the decode worker reports which worker it is. The
 /// frontend waits this long for the report.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// A request may wait in the queue for this much longer than its limit, because a router only estimates its wait.
 pub(super) const WAIT_TOLERANCE: Duration = Duration::from_secs(1);
 
-/// A request that has waited for its whole limit, and is placed where it hardly waits, may wait for this long there.
+/// After a request has waited for its whole limit, it may wait this long on the next worker.
 pub(super) const SHORT_WAIT: Duration = Duration::from_millis(750);
 
 /// The facts about the attempt that generated the first token. They stay those of this attempt after a resume on another worker. Only the
@@ -51,7 +51,7 @@ pub(super) struct Work<'a> {
     pub(super) resumed: &'a [ResumedSample],
     /// Time at which the first placement was requested.
     pub(super) requested_at: Instant,
-    /// The time for which the request may wait in the queue; `None`: it waits for as long as it must.
+    /// The time for which the request may wait in the queue; `None`: there is no limit.
     pub(super) wait_max: Option<Duration>,
 }
 
@@ -59,7 +59,6 @@ pub(super) struct Work<'a> {
 pub(super) struct Attempt {
     pub(super) number: u32,
     pub(super) placement: Placement,
-    /// The client of the decode worker.
     client: DecodeClient<Channel>,
     /// Received messages, up to the one with the first token, that [`Attempt::next`] has not returned yet.
     pending: VecDeque<Message>,
@@ -76,9 +75,9 @@ pub(crate) struct AttemptError {
 }
 
 impl Work<'_> {
-    /// Runs one attempt up to its first token. `number` is 1 for a prompt's first attempt; ledgers identify attempts by it. Until the prefill
-    /// begins, the decode worker has to report within each `start_timeout` that the prompt waits in the queue of an engine that makes progress;
-    /// `None`: no report is required. Cancel-safe: dropping the future closes the stream.
+    /// Runs one attempt up to its first token. `number` is 1 for a prompt's first attempt; ledgers identify attempts by it. Until the
+    /// prefill begins, the decode worker must report once within each `start_timeout` that the engine in whose queue the prompt waits makes
+    /// progress; `None`: no report is required. Cancel-safe: dropping the future closes the stream.
     ///
     /// # Errors
     /// The attempt ended before its first token.
@@ -102,8 +101,8 @@ impl Work<'_> {
         }
         let channel = decoders.to(address).map_err(|_| error(FailureReason::Unspecified))?;
         let mut client = DecodeClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        // If an engine makes no progress, the decode worker reports whether it or the prefill worker is at fault. A decode worker that does not
-        // report in time is itself at fault.
+        // If an engine makes no progress, the decode worker reports which of the two workers is at fault. Without a report in time, the
+        // decode worker itself is at fault.
         let deadline = || start_timeout.map(|limit| Instant::now() + limit + REPORT_DELAY_MAX);
         let late = || error(FailureReason::Timeout);
         let opening = client.generate(self.request(placement, number, start_timeout));
@@ -119,7 +118,7 @@ impl Work<'_> {
                         report_later(first, message);
                     }
                 },
-                // The next message is awaited for as long again.
+                // Each message restarts the deadline.
                 Message::Waiting(_) => {
                     let begins = placed_at + placement.wait;
                     self.prompt.queued.send_modify(|last| *last = (*last).max(Some(begins)));
@@ -170,7 +169,7 @@ impl Work<'_> {
         }
     }
 
-    /// The number of tokens of the longest sample.
+    /// Returns the number of tokens generated so far in the longest sample.
     pub(super) fn generated(&self) -> usize {
         self.resumed.iter().map(|sample| sample.tokens.len()).max().unwrap_or_default()
     }
@@ -221,7 +220,7 @@ impl Attempt {
     }
 
     /// Asks the worker to end the generation now and to report the cached tokens on the attempt's stream, if it has announced this report.
-    /// A failure of the call is no error: the stream then ends, or has the report when the generation ends by itself.
+    /// A failure of the call is no error: the stream then ends, or delivers the report when the generation ends without this call.
     pub(super) fn finish(&self, prompt: &Prompt) -> impl Future<Output = ()> + use<> {
         let (request_id, instance_id) = (prompt.request_id.to_string(), self.instance_id().to_owned());
         let request = FinishRequest { instance_id, request_id, attempt: self.number };

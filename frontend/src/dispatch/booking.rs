@@ -27,7 +27,7 @@ pub(super) struct Booking {
 }
 
 impl Booking {
-    /// Requests a placement for the prompt, after an equal prompt of its request was placed.
+    /// Requests a placement for the prompt. If its request has an equal prompt before it, first waits for the placement of that prompt.
     ///
     /// # Errors
     /// No router can place it.

@@ -10,7 +10,8 @@ pub(crate) enum DispatchError {
     /// The request can never run on this cluster. The message of the worker or router says why, and what to change.
     #[error("The request cannot run here: {message}.")]
     Refused { message: String },
-    /// The request would wait in the queue for longer than its limit. Within this time the wait becomes short enough, unless other requests come first.
+    /// The request would wait in the queue for longer than its limit. After `retry_after`, the wait is short enough, unless other requests
+    /// come first.
     #[error("The first token would come too late: too many requests wait. Try again in {} seconds.", seconds(*.retry_after))]
     Overloaded { retry_after: Duration },
     #[error("{}; try again shortly.", no_worker(*.reason))]
@@ -48,7 +49,7 @@ pub(crate) fn seconds(time: Duration) -> u16 {
     time.as_secs_f64().ceil().max(1.0) as u16
 }
 
-/// Returns a client's words for a router's reason that it cannot place a request.
+/// Describes, for clients, why a router cannot place a request.
 fn no_worker(reason: FailureReason) -> String {
     match reason {
         FailureReason::NoWorker => {
@@ -58,7 +59,7 @@ fn no_worker(reason: FailureReason) -> String {
     }
 }
 
-/// Returns a client's words for the state of a router that places no request.
+/// Describes, for clients, the state of a router that places no request.
 fn unready(reason: FailureReason) -> &'static str {
     match reason {
         FailureReason::Draining => "The router is shutting down, and no other router can place the request",

@@ -3,12 +3,12 @@
 use std::fmt;
 use tandem_proto::v1::FailureReason;
 
-/// The number of workers that may end or fail while they run a request. Two may be a coincidence of faults, or one fault that the request has caused
-/// twice: the request is then not sent to a third worker.
+/// After this many workers have ended or failed while they ran a request, the request fails. Two losses may be chance, or the request may
+/// have caused both, so it is not sent to a third worker.
 const LOSSES_MAX: usize = 2;
 
-/// If a request has generated this many tokens more since its last loss, that loss was not the request's fault: a worker that resumes the request
-/// after the tokens generated so far would otherwise have ended at once, too. The number exceeds the tokens that are lost on the way when a worker ends.
+/// If a request has generated this many tokens since its last loss, the request did not cause that loss: otherwise the worker that resumed
+/// it after the same tokens would have ended soon, too. The number exceeds the tokens that are lost in transit when a worker ends.
 const PROGRESS_TOKENS: usize = 64;
 
 /// The workers that ended or failed while they ran one request.
@@ -20,7 +20,7 @@ pub(super) struct Losses {
 }
 
 impl Losses {
-    /// Adds a failed attempt of a request that has generated this number of tokens. Returns whether the request may be sent to another worker.
+    /// Adds a failed attempt of a request with this number of generated tokens. Returns whether another worker may run the request.
     pub(super) fn add(&mut self, reason: FailureReason, worker: &str, generated: usize) -> bool {
         if !matches!(reason, FailureReason::WorkerEnded | FailureReason::EngineFailed) {
             return true;
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn loss_before_much_progress_is_not_counted() {
+    fn loss_is_forgotten_after_progress() {
         let mut losses = Losses::default();
         assert!(losses.add(WorkerEnded, "a", 100), "the first loss");
         for loss in 1..10 {

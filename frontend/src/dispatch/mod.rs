@@ -31,8 +31,8 @@ use tandem_proto::{
 };
 use tokio::time::{Instant, timeout};
 
-/// The maximum time for which a complete answer's usage waits for cached tokens that are reported late. An engine reports them in the step after
-/// the generation was ended.
+/// The maximum time for which a complete answer's usage waits for a late report of cached tokens. An engine sends it in the step after the
+/// end of the generation.
 const REPORT_WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// Connections to the routers and the decode workers.
@@ -110,8 +110,8 @@ impl Dispatcher {
         timeout(limit, starting).await.unwrap_or(Err(DispatchError::Timeout { limit }))
     }
 
-    /// Resumes the samples that have not ended on another worker, each after the tokens generated so far. The generation keeps the facts of
-    /// the attempt that generated the first token. If that attempt had not reported its cached tokens, they stay unreported: a later
+    /// Resumes, on another worker, the samples that have not ended, each after the tokens generated so far. The generation keeps the facts
+    /// of the attempt that generated the first token. If that attempt had not reported its cached tokens, they stay unreported: a later
     /// attempt's report would also count the blocks that the first one stored. Cancel-safe like [`Dispatcher::start`].
     ///
     /// # Errors
@@ -145,7 +145,7 @@ impl Dispatcher {
             "the stream from the decode worker was lost"
         );
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
-        // The answer has been admitted.
+        // The answer was admitted before, so its wait has no limit.
         let work = Work { prompt, resumed, requested_at: Instant::now(), wait_max: None };
         self.check_losses(&mut losses, work, reason, &worker)?;
         if resumes >= self.limits.resumes {
@@ -210,7 +210,8 @@ impl Dispatcher {
             }
             let worker = placement.name_of(&error.instance_id);
             self.check_losses(&mut losses, work, reason, worker)?;
-            // The router places a request that has waited for its whole limit only where it hardly waits. Otherwise it answers when to try again.
+            // This request has waited for its whole limit. The router places it only on a worker with a short wait, or replies when to
+            // retry.
             if reason == FailureReason::Overloaded {
                 work.wait_max = work.wait_max.map(|_| SHORT_WAIT);
             }
@@ -224,10 +225,10 @@ impl Dispatcher {
 }
 
 impl Dispatcher {
-    /// Records the failure of an attempt, unless too many workers have ended under the request.
+    /// Records the failure of an attempt.
     ///
     /// # Errors
-    /// The request must not be sent to another worker.
+    /// Too many workers have ended while they ran the request, so it must not be sent to another one.
     fn check_losses(
         &self,
         losses: &mut Losses,
@@ -284,8 +285,8 @@ impl Generation {
         }
     }
 
-    /// Called when all samples have ended. If their cached tokens are still to be reported, ends the generation on the worker, and waits for the
-    /// report, but no longer than [`REPORT_WAIT_MAX`]. `None`: there is nothing to report, or the worker has not reported in time.
+    /// Called when all samples have ended. If their cached tokens are still to be reported, ends the generation on the worker and waits for
+    /// the report, but no longer than [`REPORT_WAIT_MAX`]. `None`: there is nothing to report, or the worker has not reported in time.
     pub(crate) async fn late_report(&mut self, prompt: &Prompt) -> Option<LateReport> {
         if !self.facts.awaits_cached_tokens() {
             return None;

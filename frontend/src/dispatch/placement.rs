@@ -13,7 +13,7 @@ pub(crate) struct Placement {
     pub(crate) block_size: u32,
     /// How long the prompt is estimated to wait in the queue; zero if the router does not know.
     pub(crate) wait: Duration,
-    /// What was known of the prompt's prefix; `None` if the router does not know it.
+    /// The facts about the prompt's prefix; `None` if the router sent none.
     pub(crate) prefix: Option<v1::PrefixFacts>,
 }
 
@@ -32,13 +32,13 @@ impl Placement {
         Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size, wait, prefix })
     }
 
-    /// Returns the name of the worker with this instance, or the instance itself if it is none of the placement.
+    /// Returns the name of the placed worker with this instance id, or the id itself if neither worker has it.
     pub(super) fn name_of<'a>(&'a self, instance_id: &'a str) -> &'a str {
         let mut placed = self.prefill.iter().chain([&self.decode]).map(|placed| &placed.worker);
         placed.find(|worker| worker.instance_id == instance_id).map_or(instance_id, |worker| &worker.worker_id)
     }
 
-    /// The worker that computes the prompt.
+    /// Returns the worker that computes the prompt.
     pub(crate) fn prefilling(&self) -> &PlacedWorker {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }

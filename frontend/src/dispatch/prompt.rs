@@ -20,14 +20,14 @@ pub(crate) struct Prompt {
     /// The model, with all that routers and workers must agree on.
     pub(crate) identity: Arc<Identity>,
     pub(crate) tokens: Vec<TokenId>,
-    /// The hashes of the prompt's full blocks, whose KV a worker may reuse.
+    /// The sequence hashes of the prompt's full blocks that a worker may reuse.
     pub(crate) sequence_hashes: Vec<SequenceHash>,
     /// The number of leading blocks that a recent prompt in another cache namespace has as well.
     pub(crate) other_namespace_blocks: u32,
     pub(crate) namespace: Namespace,
     pub(crate) sampling: Sampling,
     pub(crate) samples: u32,
-    /// The fewest tokens that each sample has.
+    /// The minimum number of tokens of each sample.
     pub(crate) min_tokens: u32,
     /// The maximum number of new tokens. The router estimates the load of the prompt from it.
     pub(crate) max_tokens: u32,
@@ -36,23 +36,24 @@ pub(crate) struct Prompt {
     pub(crate) prompt_logprobs: Option<u32>,
     /// The longest time for which the prompt may wait in the queue; `None`: it may wait without a limit.
     pub(crate) max_wait: Option<Duration>,
-    /// Receives a value each time that a worker reports that a prompt of the request waits in its queue: when the last of their prefills is
-    /// estimated to begin.
+    /// The time at which the last prefill of the request's prompts is estimated to begin. Set whenever a worker reports that a prompt of
+    /// the request waits in its queue.
     pub(crate) queued: watch::Sender<Option<Instant>>,
     pub(crate) priority: Priority,
-    /// `None`: the request has no equal prompt.
+    /// The prompt's role among equal prompts; `None`: no other prompt of the request equals it.
     pub(crate) equal: Option<Equal>,
 }
 
-/// A prompt's place among the equal prompts of its request, which are placed on the same workers, so that these compute the prompt once.
+/// The role of a prompt that has equal prompts in its request. They are placed on the same workers, which then compute the prompt once.
 pub(crate) enum Equal {
-    /// The first one, which announces its placement to the others.
+    /// The first of the equal prompts, which announces its placement to the others.
     First(watch::Sender<Option<EqualPrompt>>),
     Later(watch::Receiver<Option<EqualPrompt>>),
 }
 
 impl Prompt {
-    /// Lets this prompt be placed on the workers of the first one of the `earlier` prompts of the request that is equal and reusable.
+    /// Finds the first prompt in `earlier` that equals this one, so that this prompt is placed on the same workers. Does nothing if there
+    /// is none, or if the prompt's KV cannot be reused.
     pub(crate) fn join_equal<'a>(&mut self, mut earlier: impl Iterator<Item = &'a mut Self>) {
         if self.sequence_hashes.is_empty() || self.prompt_logprobs.is_some() {
             return;
@@ -82,8 +83,8 @@ impl Prompt {
         self.sequence_hashes.iter().map(|hash| hash.0).collect()
     }
 
-    /// Returns the message that requests a placement, on the workers of an equal prompt if there is one. With `existing`, the message requests that
-    /// this placement be booked.
+    /// Returns the message that requests a placement, on the workers of an equal prompt if there is one. With `existing`, the message
+    /// requests that this placement be booked.
     pub(super) fn route_prompt(&self, existing: Option<ExistingPlacement>, equal_prompt: Option<EqualPrompt>) -> RoutePrompt {
         RoutePrompt {
             request_id: self.request_id.to_string(),

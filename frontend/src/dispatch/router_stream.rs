@@ -15,8 +15,8 @@ use tonic::{Code, Status, Streaming};
 
 /// The maximum time for which a finished request waits for the router to read the last message.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// The maximum number of messages that wait to be sent on a stream. A request sends few: the prompt, failures, the end of the prefill and that
-/// of the answer.
+/// The maximum number of messages that wait to be sent on a stream. A request sends few: the prompt, failures, and the ends of the prefill
+/// and of the answer.
 const OUTGOING_MAX: usize = 8;
 
 /// A router's address and client. Cheap to clone.

@@ -202,7 +202,7 @@ impl Routers {
             // If there is no other router, only the timeout for the first token bounds the wait.
             let placed = if only_one { placing.await } else { in_time(placing).await };
             match placed {
-                // The other routers know the same workers.
+                // The other routers know the same workers, so they would refuse the request, too.
                 Err(error @ (DispatchError::Refused { .. } | DispatchError::Overloaded { .. })) => return Err(error),
                 Err(error) => {
                     let error = self.note_failure(&router.address, error);
@@ -362,7 +362,7 @@ mod tests {
         Routers::new(&set(addresses), Network::default(), vec![Arc::default()], WAIT, metrics)
     }
 
-    /// Calls the routers in paused time. A call fails while no router is healthy. Returns the result, the time that it took, and the calls.
+    /// Calls the routers in paused time. A call fails while no router is healthy. Returns the result, the time, and the number of calls.
     async fn call(routers: &Routers) -> (Result<(), DispatchError>, Duration, usize) {
         let (started, calls) = (Instant::now(), AtomicUsize::new(0));
         let called = routers.answered(|| {

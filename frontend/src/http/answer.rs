@@ -35,7 +35,7 @@ pub(super) struct Run {
     app: Arc<App>,
     events: Events,
     progress: Progress,
-    /// What the answer's format knows of this request.
+    /// The data about this request that the answer's format uses.
     pub(super) context: AnswerContext,
     prompts: Vec<PromptState>,
     log: FailureLog,
@@ -47,7 +47,7 @@ pub(super) struct Run {
     details: bool,
 }
 
-/// What the log has about a request whose answer fails.
+/// The log's fields about a request whose answer fails.
 struct FailureLog {
     request_id: String,
     client_request_id: Option<Arc<str>>,
@@ -77,7 +77,6 @@ impl FailureLog {
     }
 }
 
-/// The state of one prompt.
 struct PromptState {
     /// The prompt's text, if it is still to be repeated. If the prompt's logprobs are repeated, too, it waits for them.
     echo: Option<String>,
@@ -141,8 +140,8 @@ impl Run {
         next
     }
 
-    /// Returns the next part for a stream, or the comment that is to be sent before it; `None` for the one that keeps the connection open.
-    /// Cancel-safe.
+    /// Returns the next part for a stream. If a comment has to be sent before it, returns the comment as the error; `Err(None)` stands for
+    /// the comment that keeps the connection open. Cancel-safe.
     pub(super) async fn next_or_comment(&mut self) -> Result<Option<Result<(usize, AnswerPart), ApiError>>, Option<Bytes>> {
         let (keep_alive, mut queued) = (self.keep_alive, self.queued.clone());
         tokio::select! {
@@ -190,7 +189,7 @@ impl Run {
             }
             self.progress.record(index, &event);
             if let Some(part) = prompt.part(event) {
-                // The sum over all prompts is not computed for each token of each prompt.
+                // Only parts that have the usage need the sum over all prompts, which is too costly for each token.
                 if self.context.has_usage_at(&part) {
                     self.context.usage = self.progress.usage();
                     let is_unknown = self.context.usage.prompt_tokens_details.cached_tokens.is_none();

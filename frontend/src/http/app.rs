@@ -44,13 +44,13 @@ pub(super) struct HeaderOptions {
     /// The reply explains the placement instead of answering the prompt (`x-tandem-explain`).
     pub(super) explain: bool,
     pub(super) account: String,
-    /// The client for the operator: the name of its key, or the program that its user agent names.
+    /// The client's name for the operator: that of its key, or that of the program in its user agent.
     pub(super) client: String,
     /// The clients with which the request shares cached KV: those of this account, or of this account and key. `None`: all clients.
     pub(super) cache_owner: Option<String>,
     /// The longest time for which each prompt may wait in the queue (`x-max-wait`, at most the frontend's setting); `None`: no limit.
     pub(super) max_wait: Option<Duration>,
-    /// The priority for which the client asks in the header `x-request-priority`; `None`: it asks for none there.
+    /// The priority in the header `x-request-priority`; `None`: there is no such header.
     priority: Option<i32>,
 }
 
@@ -65,7 +65,8 @@ pub(crate) struct App {
     pub(super) parsing: Cores,
     pub(super) encoding: Cores,
     pub(super) constraints: Cores,
-    /// The constraints that have passed their check, by client: a client cannot find out by the time of its request what another one has sent.
+    /// The constraints that have passed their check, by client, so that the time of a check reveals nothing about other clients'
+    /// constraints.
     pub(super) checked: Mutex<LruCache<(Option<Client>, Constraint), ()>>,
     pub(super) encodings: Arc<EncodingCache>,
     pub(super) tracer: Tracer,
@@ -163,7 +164,7 @@ impl App {
             None => self.account(request)?,
         };
         let cache_owner = match (key, self.cache_isolation) {
-            // No account has a slash in its name, so no account's cache is that of a key.
+            // No account has a slash in its name, so this owner never equals an account.
             (Some(Key { entry, .. }), _) if entry.cache == KeyCache::Key => Some(format!("{account}/{}", entry.name)),
             (_, CacheIsolation::Account) => Some(account.clone()),
             (_, CacheIsolation::Shared) => None,
@@ -205,14 +206,13 @@ impl App {
 }
 
 impl HeaderOptions {
-    /// Returns the priority of a request whose body asks for `in_body`. Without one in the body, the one in the header counts; without both, that of
-    /// the key.
+    /// Returns the priority of a request: the one in its body (`in_body`), else the one in the header, else that of the key.
     ///
-    /// A key's priority was set by the operator, so it ranks the request among those of all accounts. A client without a key can only rank its
-    /// request worse than the requests of other accounts, not better.
+    /// The operator has set a key's priority, so it ranks the request among those of all accounts. A client without a key can rank its
+    /// request below those of other accounts, but not above them.
     ///
     /// # Errors
-    /// The client asks for a better priority than that of its key.
+    /// The client requests a better priority than that of its key.
     pub(super) fn priority(&self, in_body: Option<i32>, key: Option<&Key>) -> Result<Priority, ApiError> {
         let asked = in_body.map(|found| ("priority", found)).or(self.priority.map(|found| (PRIORITY, found)));
         let Some(key) = key else {
@@ -228,7 +228,7 @@ impl HeaderOptions {
     }
 }
 
-/// Returns a name of the client for the operator. It has at most 128 bytes.
+/// Returns the client's name for the operator. It has at most 128 bytes.
 fn client_name(headers: &HeaderMap, key: Option<&Key>) -> String {
     if let Some(key) = key {
         return format!("key:{}", key.entry.name);
@@ -250,7 +250,7 @@ fn priority(headers: &HeaderMap) -> Result<Option<i32>, ApiError> {
     number.map(Some).ok_or_else(|| ApiError::invalid(PRIORITY, Problem::Rule { rule }))
 }
 
-/// Returns the limit on the wait that the header `x-max-wait` sets, but at most `limit`, the frontend's own one.
+/// Returns the limit on the wait in the header `x-max-wait`, but at most `limit`, which is the frontend's own limit.
 ///
 /// # Errors
 /// The header is not a positive number.

@@ -52,7 +52,7 @@ pub(super) async fn count(incoming: &mut Incoming, model: &Arc<ServedModel>, cha
     Ok(encode(incoming, model, chat).await?.1.tokens.len())
 }
 
-/// Records what the answer does not take into account, which a header of the answer names.
+/// Records the parameters that the answer ignores. A response header names them.
 fn leave_out(incoming: &mut Incoming, chat: &Chat) {
     for name in &chat.left_out {
         incoming.ignored.get_or_insert_default().add_name(name);

@@ -6,10 +6,9 @@ use axum::{
 };
 use std::sync::Arc;
 
-/// The beginnings of the paths that pages may use.
+/// The prefixes of the paths that pages may use.
 const SHARED: [&str; 2] = ["/v1/", "/inference/v1/"];
-/// What the names of Tandem's own request headers begin with. Pages may not send these headers, because a browser on this machine is a
-/// trusted peer.
+/// The prefix of Tandem's own request headers. Pages may not send these headers, because a browser on this machine is a trusted peer.
 const OWN_HEADERS: &str = "x-tandem-";
 /// How long a browser may keep the answer to a preflight request, in seconds. Chromium's maximum is two hours.
 const KEPT_SECONDS: HeaderValue = HeaderValue::from_static("7200");

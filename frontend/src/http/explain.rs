@@ -30,7 +30,7 @@ pub(super) async fn explain(app: &App, job: Job) -> Result<Response, ApiError> {
 
 fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
     let placement = reply.placement.clone().and_then(Placement::from_wire);
-    // The causes are those of a worker that finds what is expected of it.
+    // The causes assume that the worker finds exactly the expected tokens.
     let prefix = placement.as_ref().and_then(|placement| {
         let expected = placement.prefilling().overlap_blocks.saturating_mul(placement.block_size);
         PrefixDetails::new(placement, prompt.tokens.len() as u32, Some(expected), DetailsReader::Client)

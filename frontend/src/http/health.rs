@@ -18,8 +18,8 @@ pub(super) async fn live() -> Response {
     status(StatusCode::OK, "ok")
 }
 
-/// Replies with 200 while requests for at least one model can be served, else with 503 and the reason. With several models, `models` has the
-/// status of each.
+/// Replies with 200 while requests for at least one model can be served, else with 503 and the reason. With several models, `models` has
+/// the status of each.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let text = |ready: &Result<(), NotReady>| ready.as_ref().map_or_else(ToString::to_string, |()| "ready".to_owned());
     let readiness = app.readiness().await;

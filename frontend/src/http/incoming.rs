@@ -40,7 +40,7 @@ pub(super) struct Incoming {
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
-    /// The priority, once the sequences are reserved.
+    /// The priority; the default until the sequences are reserved.
     pub(super) priority: Priority,
     /// The client whose limits this request counts against; `None`: only the limits for all clients apply.
     pub(super) client: Option<Client>,
@@ -59,11 +59,11 @@ pub(super) struct Job {
     pub(super) prompts: Vec<(Prompt, Option<String>)>,
     pub(super) options: Options,
     pub(super) style: Style,
-    /// How the answer to a conversation is split into pieces.
+    /// How the answer to a conversation is split into pieces, such as reasoning and tool calls.
     pub(super) pieces: Option<Arc<OutputFormat>>,
 }
 
-/// What a request is after its body was read.
+/// The work that a request's body demands.
 pub(super) enum Work {
     Run(Box<Job>),
     /// The request needs no worker, and this is its answer.
@@ -100,7 +100,7 @@ impl Incoming {
         Ok(request)
     }
 
-    /// Returns the remembered encodings that the request may use. They are those of the namespace of its KV.
+    /// Returns the cached encodings that the request may use: those of its cache namespace.
     pub(super) fn encodings(&self, model: &ServedModel, cache_salt: &str) -> NamespaceEncodings {
         self.app.encodings.of(self.namespace(model, cache_salt))
     }
@@ -135,11 +135,12 @@ impl Incoming {
         self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
-    /// Checks whether the request's constraint on the text, if it has one, can be enforced, unless a request of this client has passed the same
-    /// check. This is done on a blocking thread. A check that takes too long continues, but its client's next check waits for it.
+    /// Checks, on a blocking thread, whether the request's constraint on the text can be enforced. Does nothing if there is no constraint,
+    /// or if an earlier request of this client has passed the same check. A check that takes too long continues to its end, and the
+    /// client's next check waits for it.
     ///
     /// # Errors
-    /// It cannot be enforced, checking takes longer than [`CHECK_MAX`], or no core is free in time.
+    /// The constraint cannot be enforced, checking it takes longer than [`CHECK_MAX`], or no core is free in time.
     pub(super) async fn check_constraint(&self, options: &Options) -> Result<(), ApiError> {
         let Some(stated) = options.constraint.clone() else { return Ok(()) };
         let key = (self.client.clone(), stated.constraint.clone());
@@ -156,7 +157,7 @@ impl Incoming {
         Ok(())
     }
 
-    /// Determines the priority, and reserves all sequences of this many prompts, or fails.
+    /// Determines the priority, and reserves all sequences of this many prompts.
     ///
     /// # Errors
     /// The client asks for a better priority than its key allows, or the limit of the client or of all clients is reached.
@@ -178,7 +179,7 @@ impl Incoming {
     /// Returns the served model that the request names. A request that may omit the model's name gets the only model.
     ///
     /// # Errors
-    /// The request names another model, or none although there are several.
+    /// The request names a model that is not served, or none although there are several, or its key may not use the model.
     pub(super) fn served_or_only(&mut self, model: Option<&str>) -> Result<Served, ApiError> {
         let only = (self.app.models.len() == 1).then(|| self.app.models.first().model.id.clone());
         self.served(model.or(only.as_deref()))
@@ -187,7 +188,7 @@ impl Incoming {
     /// Returns the served model that the request names.
     ///
     /// # Errors
-    /// The request names another model, or none, or its key may not use the model.
+    /// The request names no model or one that is not served, or its key may not use the model.
     pub(super) fn served(&mut self, model: Option<&str>) -> Result<Served, ApiError> {
         let model = model.ok_or_else(|| ApiError::invalid("model", Problem::Missing))?;
         let served = self.app.models.get(model).ok_or_else(|| ApiError::ModelNotFound { model: model.to_owned() })?;

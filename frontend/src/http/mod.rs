@@ -45,8 +45,8 @@ use axum::{
 use dashboard::Neighbour;
 use std::sync::Arc;
 
-/// Returns the routes of the API, of the chat at `/chat` and, if `with_pages`, of the operator's pages (`/metrics` and `/dashboard`). If
-/// requests need a key, those for the operator's pages need none, but a trusted peer. The chat's files are for every peer.
+/// Returns the routes of the API, of the chat at `/chat` and, if `with_pages`, of the operator's pages (`/metrics` and `/dashboard`). With
+/// API keys, the operator's pages need no key, but a trusted peer. Every peer receives the chat's files.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     let exposed = |pages: Router<Arc<App>>| pages.route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
     let dashboard = dashboard::routes(Neighbour::Served);
@@ -119,7 +119,6 @@ async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next)
     next.run(Request::from_parts(parts, body)).await
 }
 
-/// Returns the routes that describe this server.
 fn described() -> Router<Arc<App>> {
     Router::new().route("/version", get(health::version)).route("/openapi.json", get(openapi::show))
 }

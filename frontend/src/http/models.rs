@@ -16,7 +16,7 @@ fn describe(app: &App, model: &ServedModel) -> Value {
     json!({ "id": id, "object": "model", "created": app.since, "owned_by": "tandem", "max_model_len": max_model_len })
 }
 
-/// The call with which a request came; `None`: requests need no key.
+/// The request's [`Call`]; `None`: there are neither keys nor an audit log.
 type OfCall = Option<Extension<Arc<Call>>>;
 
 fn is_allowed(call: &OfCall, model: &str) -> bool {

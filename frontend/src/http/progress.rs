@@ -21,7 +21,7 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// The progress of one request. Dropping this value records the usage in the audit log, and each prompt for the dashboard, if there are any.
+/// The progress of one request. Dropping this value records the usage in the audit log and each prompt for the dashboard, if these exist.
 pub(super) struct Progress {
     since: Instant,
     samples: usize,
@@ -129,7 +129,7 @@ impl Progress {
         usage(self.prompts.iter().map(|prompt| &prompt.usage))
     }
 
-    /// Returns the cached tokens as far as they are known, or as the router expects them.
+    /// Returns the sum of the prompts' cached tokens: the known number of each prompt, else the number that the router expects.
     pub(super) fn cached_estimate(&self) -> u32 {
         let tokens = |prompt: &PromptProgress| match (&prompt.usage.cached, &prompt.facts) {
             (Some(cached), _) => cached.tokens,
@@ -174,7 +174,8 @@ impl Progress {
         self.span.set("tandem.cached_tokens_source", sources.collect::<Vec<_>>());
     }
 
-    /// Returns the answer's extension object `tandem`: one object if the request has one prompt, else a list with an object for each prompt.
+    /// Returns the answer's extension object `tandem`: one object if the request has one prompt, else a list with an object for each
+    /// prompt.
     pub(super) fn details(&self) -> Value {
         let prompts: Vec<PromptDetails> =
             self.prompts.iter().map(|prompt| prompt.details(self.since, DetailsReader::Client)).collect();

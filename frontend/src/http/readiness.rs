@@ -49,7 +49,7 @@ impl Readiness {
         self.0.iter().cloned().reduce(better).expect("there is a model")
     }
 
-    /// Combines this with what another router answers.
+    /// Combines this result with that of another router.
     fn or(self, other: Self) -> Self {
         Self(self.0.into_iter().zip(other.0).map(|(one, other)| better(one, other)).collect())
     }
@@ -69,7 +69,7 @@ impl App {
         found
     }
 
-    /// Checks by a router's view for which models the router could place a request.
+    /// Determines from a router's view for which models the router could place a request.
     pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Readiness {
         let view = view.map_err(|error| match error {
             DispatchError::Router(status) if status.code() == Code::Unauthenticated => NotReady::OtherKey,
@@ -91,8 +91,8 @@ impl App {
         Readiness(vec![Err(why); self.models.len()])
     }
 
-    /// Watches the list of routers and checks their health. Logs every change of a model's readiness, and updates the process's gauge. Never
-    /// returns. Cancel-safe.
+    /// Watches the list of routers and checks their health. Logs every change of a model's readiness, and updates the process's gauge.
+    /// Never returns. Cancel-safe.
     pub(crate) async fn watch_routers(&self, mut members: Members) -> Infallible {
         let mut logged = None;
         loop {

@@ -1,4 +1,4 @@
-//! Gives every request an id, which its response has in the header `x-request-id`.
+//! Gives every request an id, which the response names in the header `x-request-id`.
 
 use axum::{
     extract::Request,

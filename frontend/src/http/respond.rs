@@ -19,8 +19,8 @@ pub(super) enum Reply {
     Stream(Box<Begun>),
 }
 
-/// Takes the job's tokens from the limit of its key, and runs the job to the end of its answer. If the answer is streamed, runs the job only
-/// until its first part or until a comment has to be sent.
+/// Takes the job's tokens from the limit of its key, and runs the job to the end of its answer. If the answer is streamed, runs the job
+/// only until its first part or until a comment has to be sent.
 ///
 /// # Errors
 /// Too few tokens are left, or the answer failed before it began. A later error is sent as an event of the stream.

@@ -1,4 +1,4 @@
-//! What a frontend answers while its process starts: it is live, but serves no requests and no pages yet.
+//! The answers of a frontend whose process is starting: it is live, but serves no requests and no pages yet.
 
 use super::{Origins, body::discard, guarded};
 use crate::{error::ApiError, metrics::FrontendMetrics};
@@ -19,24 +19,24 @@ use tandem_process::{
 use tandem_proto::channel::Listener;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Says to Tandem's own commands that the server is starting, and what it does.
+/// The header that says to Tandem's own commands that the server is starting, and at which step it is.
 const STARTING: HeaderName = HeaderName::from_static("x-tandem-starting");
 /// The time after which a client may try again, in seconds.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
-/// The longest wait for clients that read the last answers.
+/// The maximum wait for clients that still read the last answers.
 const END_MAX: Duration = Duration::from_secs(1);
 /// A client that reads nothing of its response for this long is disconnected.
 const UNREAD_MAX: Duration = Duration::from_secs(30);
 
-/// The answers on a listener of a frontend whose process is starting: `/live` is 200; all else is 503 with the code `starting` and
-/// [what the process does](tandem_process::starting). Dropping this value ends them.
+/// The answers on a listener of a frontend whose process is starting: 200 for `/live`, `/health` and `/ping`, and 503 for all else, with
+/// the code `starting` and [the current step](tandem_process::starting). Dropping this value ends the answers.
 pub struct StartingAnswers {
     ended: DropGuard,
     finished: CancellationToken,
 }
 
 impl StartingAnswers {
-    /// Begins to answer, in a task of the process.
+    /// Begins to answer requests, in a task of the process.
     pub fn begin(listener: impl Into<Listener>, tls: Option<Tls>, hosts: Hosts, metrics: &Metrics, process: &Shutdown) -> Self {
         let (ended, finished) = (CancellationToken::new(), CancellationToken::new());
         let serving = serve(listener.into(), tls, hosts, metrics.clone(), ended.clone());
@@ -48,7 +48,7 @@ impl StartingAnswers {
         Self { ended: ended.drop_guard(), finished }
     }
 
-    /// Ends the answers. Returns when no later connection gets them, even if a client still reads one.
+    /// Ends the answers. Returns when no later connection gets such an answer, even if a client still reads one.
     pub async fn end(self) {
         drop(self.ended);
         // A client that reads nothing must not delay the start.
@@ -86,7 +86,7 @@ async fn refused(request: Request) -> Response {
     unready(ApiError::Starting { step: step() })
 }
 
-/// Adds the headers that let clients wait.
+/// Adds the headers `retry-after` and [`STARTING`].
 fn unready(response: impl IntoResponse) -> Response {
     let mut response = response.into_response();
     let headers = response.headers_mut();

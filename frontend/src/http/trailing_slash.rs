@@ -13,8 +13,8 @@ pub(super) fn ignored(routes: Router) -> Router {
     }))
 }
 
-/// Returns the URI without the slashes at its path's end; `None` if there are none. The pages redirect by themselves, because they name
-/// their files relative to their paths.
+/// Returns the URI without the slashes at its path's end; `None` if there are none, or if the path is that of a page. The routes of pages
+/// redirect instead, because pages name their files relative to their paths.
 fn trimmed(uri: &Uri) -> Option<Uri> {
     let path = uri.path();
     let short = path.trim_end_matches('/');

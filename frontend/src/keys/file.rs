@@ -17,7 +17,7 @@ use tandem_process::Secret;
 pub(super) const FILE_BYTES_MAX: u64 = 16 << 20;
 /// The number of random bytes in a key. No attacker can try 2^256 keys, so a fast hash protects them as well as a slow one would.
 const SECRET_BYTES: usize = 32;
-/// What a key begins with, so that scanners find keys in published code. Clients of OpenAI's API expect `sk-`.
+/// The prefix of keys, by which scanners find keys in published code. Clients of OpenAI's API expect `sk-`.
 const PREFIX: &str = "sk-tandem-";
 /// The maximum length of the name of a key or an account, in bytes.
 const NAME_MAX: usize = 64;
@@ -56,18 +56,18 @@ pub struct ApiKey {
     /// The maximum number of sequences (prompts × `n`) that run at a time; `None`: only the limits of all clients apply.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_sequences: Option<NonZeroU32>,
-    /// The priority of the key's requests, and the best one for which they may ask; lower values are served earlier. `None`: 0.
+    /// The priority of the key's requests, and the best that they may set; lower values are served earlier. `None`: 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub priority: Option<i32>,
     /// The ids of the models that the key may use; empty: all models.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<String>,
-    /// With which requests the key's requests share cached KV.
+    /// The requests with which the key's requests share cached KV.
     #[serde(default, skip_serializing_if = "KeyCache::is_default")]
     pub cache: KeyCache,
 }
 
-/// With which requests the requests of a key share cached KV.
+/// The requests with which the requests of a key share cached KV.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyCache {
@@ -143,10 +143,10 @@ impl ApiKeyFile {
         None
     }
 
-    /// Adds a key, which has the hash of the returned secret. Nothing else has the secret.
+    /// Adds a key with a new secret, of which only the hash is stored. Returns the secret.
     ///
     /// # Errors
-    /// The name is in use or malformed, or another value is.
+    /// The name is in use, the name or the account is malformed, or the system has no random numbers.
     pub fn add(&mut self, make: impl FnOnce(KeyHash) -> ApiKey) -> Result<Secret, String> {
         let mut bytes = [0; SECRET_BYTES];
         SystemRandom::new().fill(&mut bytes).map_err(|_| "the system has no random numbers".to_owned())?;

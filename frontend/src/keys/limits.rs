@@ -15,7 +15,7 @@ pub(super) struct Bucket {
     at: Instant,
 }
 
-/// What a bucket holds.
+/// The limit of a bucket and what is left of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Quota {
     pub(crate) limit: u32,

@@ -28,7 +28,6 @@ pub struct ApiKeys {
     file: WatchedFile,
 }
 
-/// The current keys of a frontend.
 pub(crate) struct Keys {
     blinding: hmac::Key,
     table: Mutex<Arc<Table>>,
@@ -46,7 +45,7 @@ pub(crate) struct Key {
     usage: Arc<Mutex<Usage>>,
 }
 
-/// How much of a key's limits is used.
+/// The use of a key's limits.
 #[derive(Debug, Default)]
 struct Usage {
     requests: Option<Bucket>,
@@ -64,7 +63,7 @@ pub(crate) struct Exceeded {
     retry_after: Option<Duration>,
 }
 
-/// What a limit of a key counts.
+/// The unit that a limit of a key counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Limit {
     Requests,

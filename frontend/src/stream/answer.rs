@@ -8,7 +8,8 @@ use tandem_api::{LogprobsWith, TextOptions};
 use tandem_text::{ServedModel, chat::OutputFormat};
 
 /// Places the prompt, waits for its first token, and yields the answer's events. Resumes the generation if its worker is lost. The
-/// stream owns the generation: dropping the stream ends the request on the router and the workers. With a `format`, deltas have pieces.
+/// stream owns the generation: dropping the stream ends the request on the router and the workers. With a `format`, a delta's text is
+/// split into pieces, such as reasoning and tool calls.
 pub(crate) fn answers(
     dispatcher: Arc<Dispatcher>,
     model: Arc<ServedModel>,

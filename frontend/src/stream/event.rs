@@ -4,7 +4,6 @@ use crate::dispatch::Facts;
 use tandem_api::answer::{Delta, TokenLogprobs};
 use tandem_proto::v1::{PrefillChunk, Scheduled};
 
-/// An event of one prompt's answer.
 pub(crate) enum AnswerEvent {
     /// The first token was generated. This event occurs once, before all other events.
     Started(Box<Facts>),

@@ -30,9 +30,9 @@ struct Sample {
     logprobs_with: Option<LogprobsWith>,
     detokenizer: Detokenizer,
     stop: StopMatcher,
-    /// Splits the text into pieces, if the answer has them.
+    /// Splits the text into pieces, such as reasoning and tool calls; `None`: the text is not split.
     parser: Option<OutputParser>,
-    /// All tokens before the sample's end, needed to resume it.
+    /// All tokens generated so far, needed to resume the sample.
     tokens: Vec<TokenId>,
     /// The number of decoded characters, whether sent or held back.
     text_len: usize,
@@ -115,7 +115,7 @@ impl Samples {
         self.samples.get_mut(index as usize).ok_or(FailureReason::EngineFailed)
     }
 
-    /// Checks that the tokenizer has the token. The engine of a worker may be a server of another program, which is not believed.
+    /// Checks that the tokenizer has the token, because the output of an external engine is not trusted.
     fn check(&self, token: TokenId) -> Result<(), FailureReason> {
         let size = self.model.tokenizer.vocab_size();
         if (token as usize) < size {
@@ -239,7 +239,7 @@ impl Sample {
         text
     }
 
-    /// Emits a special token's name if it is a tag. No stop string extends beyond it.
+    /// Emits a special token's name if it is a tag. No stop string matches across a tag.
     fn emit_tag(&mut self, name: &str, delta: &mut Delta) {
         if self.ended || self.parser.as_ref().is_none_or(|parser| !parser.has_tag(name)) {
             return;
@@ -251,7 +251,7 @@ impl Sample {
         self.with_pieces(delta, |parser, pieces| parser.special(name, pieces));
     }
 
-    /// Moves the delta's text to its pieces, if the answer has them.
+    /// Moves the delta's text to its pieces, if the text is split.
     fn split(&mut self, delta: &mut Delta) {
         if self.parser.is_none() {
             return;

@@ -1,4 +1,4 @@
-//! What coding agents send, in the form of the public APIs: nothing of it is refused, and their own tools come back to them as their own.
+//! Requests in the forms that coding agents send: nothing in them is refused, and calls of the agents' own tools have the tools' own types.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -26,7 +26,7 @@ pub async fn answered(cluster: &mut Cluster, path: &'static str, body: Value, an
     (text(&call.request.prompt), soon(reply).await.expect("the client task runs"))
 }
 
-/// A request in the form of Codex: instructions of the developer, functions, a free text, a namespace, and tools that only OpenAI can run.
+/// A request in the form of Codex: developer instructions, functions, a custom tool, a namespace, and tools that only OpenAI can run.
 fn codex(input: Value, stream: bool) -> Value {
     let function = |name: &str| json!({ "type": "function", "name": name, "parameters": { "type": "object" }, "strict": false });
     let grammar = json!({ "type": "grammar", "syntax": "lark", "definition": "start: /.+/" });
@@ -45,7 +45,7 @@ fn codex(input: Value, stream: bool) -> Value {
 }
 
 #[tokio::test]
-async fn own_tools_of_a_responses_client_come_back_to_it_as_its_own() {
+async fn calls_of_custom_and_namespaced_tools_have_their_own_types() {
     let mut cluster = cluster().await;
     let question = json!([
         { "type": "message", "role": "developer", "content": [{ "type": "input_text", "text": "Rules." }] },
@@ -121,7 +121,7 @@ async fn own_tools_of_a_responses_client_come_back_to_it_as_its_own() {
     }
 }
 
-/// A request in the form of Claude Code: a line for billing, system messages among the others, settings of models that this server does not have.
+/// The request has the form of Claude Code: a billing line, system messages between the others, and settings that only other models have.
 #[tokio::test]
 async fn messages_of_a_coding_agent_are_served_in_every_turn() {
     let mut cluster = cluster().await;

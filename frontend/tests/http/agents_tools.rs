@@ -38,7 +38,7 @@ fn long_tool(number: usize) -> Value {
 }
 
 #[tokio::test]
-async fn many_long_tools_of_an_agent_are_counted_as_they_are_answered() {
+async fn counted_tokens_equal_those_of_the_answer_with_many_long_tools() {
     let mut cluster = cluster().await;
     let tools: Vec<Value> = (0..24).map(long_tool).collect();
     let count = json!({
@@ -67,7 +67,7 @@ async fn many_long_tools_of_an_agent_are_counted_as_they_are_answered() {
     assert_eq!(status, StatusCode::OK, "{counted}");
     let (prompt, reply) = answered(&mut cluster, "/v1/messages?beta=true", body, "Hello.", 3).await;
     assert_eq!(reply.status(), StatusCode::OK);
-    // Each control token and each other byte is a token.
+    // Each control token is one token, and so is each other byte.
     let prompt_tokens = prompt.replace("<|im_start|>", "s").replace("<|im_end|>", "e").len();
     assert_eq!(counted["input_tokens"], prompt_tokens);
     for number in 0..24 {

@@ -89,7 +89,7 @@ async fn operator_pages_are_served_only_by_the_admin_listener() {
     for path in ["/chat", "/chat/chat.js"] {
         assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (404, 200), "{path}");
     }
-    // `/` leads to the port's own page, and no page has a link to one that its port does not serve.
+    // `/` redirects to the port's own page, and no page has a link to a page that its port does not serve.
     for (address, page) in [(admin, "dashboard"), (cluster.frontend, "chat")] {
         let root = send(address, Method::GET, "/", &[], "".into()).await;
         assert_eq!(root.header("location"), Some(page));

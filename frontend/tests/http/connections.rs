@@ -95,7 +95,7 @@ async fn idle_connection_is_closed_after_75_seconds() {
     assert_eq!(until_closed(stream).await.1, 10, "the next request's head must also arrive within ten seconds");
 }
 
-/// Sends a request and returns its answer, up to the end of what arrives at once.
+/// Sends a request. Returns the part of the answer that the first read delivers.
 async fn live(stream: &mut DuplexStream) -> String {
     stream.write_all(LIVE.as_bytes()).await.expect("the connection is open");
     let mut answer = [0; 512];
@@ -178,7 +178,7 @@ async fn send_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
     stream
 }
 
-/// As with most servers: whether a client still reads cannot be known from a FIN.
+/// Most servers behave like this, because a FIN does not show whether the client still reads.
 #[tokio::test]
 async fn client_that_closes_its_sending_half_counts_as_disconnected() {
     for version in ["1.0", "1.1"] {

@@ -183,7 +183,7 @@ async fn disconnected_client_is_recorded_with_the_number_of_tokens_sent() {
 }
 
 #[tokio::test]
-async fn dashboard_that_may_keep_no_records_is_not_served() {
+async fn dashboard_with_a_limit_of_0_records_is_not_served() {
     let cluster = Cluster::with(|settings| settings.dashboard_requests = 0).await;
     for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
         assert_eq!(cluster.get(path).await.0, StatusCode::NOT_FOUND, "{path}");

@@ -74,7 +74,7 @@ async fn request_fails_with_retry_after_when_all_attempts_have_failed() {
 }
 
 #[tokio::test]
-async fn request_under_which_two_workers_end_is_refused_for_good() {
+async fn request_that_ends_two_workers_is_refused_and_must_not_be_retried() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
@@ -358,7 +358,7 @@ async fn drain_finishes_running_requests_and_frees_the_port() {
     let mut cluster = Cluster::start().await;
     let (call, reply) = streaming(&mut cluster).await;
     let shutdown = cluster.shutdown.clone();
-    // This task stands for other work of the process. While it runs, the grace period does not end.
+    // This task stands for other work of the process, which keeps the drain from ending.
     let (finish, finished_work) = tokio::sync::oneshot::channel::<()>();
     shutdown.spawn(async move {
         finished_work.await.ok();

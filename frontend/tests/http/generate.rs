@@ -54,7 +54,7 @@ async fn group_of_samples_has_token_ids_stop_tokens_and_the_prompts_cached_token
 }
 
 #[tokio::test]
-async fn every_generated_token_has_its_logprobs_also_the_stop_token() {
+async fn every_generated_token_including_the_stop_token_has_logprobs() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let reply = cluster.spawn_post(GENERATE, request(json!({ "logprobs": 1 }), json!({ "stream": stream })));

@@ -14,7 +14,6 @@ use tandem_proto::v1::Priority;
 use tandem_text::ServedModel;
 use tempfile::TempDir;
 
-/// A file with API keys.
 struct KeyFile {
     folder: TempDir,
     file: ApiKeyFile,
@@ -204,7 +203,7 @@ async fn with_keys_the_operators_pages_are_shown_to_trusted_peers_only() {
                 "{path}"
             );
         }
-        // The chat's files say nothing about anyone; its requests need a key.
+        // The chat's files have no data of any client, and the chat's requests need a key.
         assert_eq!(cluster.send(Method::GET, "/chat", &[], "").await.status(), StatusCode::OK);
     }
     // Without keys, the metrics are shown as before.
@@ -234,7 +233,7 @@ async fn key_decides_account_and_cache_of_its_requests() {
     namespaces.sort();
     namespaces.dedup();
     assert_eq!(namespaces.len(), 3, "accounts and keys with a cache of their own share no KV");
-    // A client cannot choose its account: the header has no meaning.
+    // A client cannot choose its account: the header is ignored.
     let headers = [("authorization", bearer(&alice)), ("x-account", "acme".to_owned())];
     let frontend = cluster.frontend;
     let reply = tokio::spawn(async move {
@@ -328,7 +327,7 @@ async fn requests_beyond_a_keys_limit_get_429_with_headers() {
         assert_eq!(reply.header("x-ratelimit-limit-tokens"), None, "the key has no limit on tokens");
         assert_eq!(reply.status(), StatusCode::OK);
     }
-    // Other paths than those of requests with a body do not count.
+    // Only requests with a body count, so this request is accepted.
     until(&cluster, &secret, StatusCode::OK).await;
     for stream in [false, true] {
         let reply = ask(&cluster, &secret, json!({ "stream": stream })).await;

@@ -187,7 +187,7 @@ async fn unstreamed_answer_waits_a_limited_time_for_its_cached_tokens() {
 }
 
 #[tokio::test]
-async fn worker_that_is_lost_before_its_late_count_has_not_stopped_to_report() {
+async fn worker_lost_before_its_late_count_does_not_count_as_one_that_stopped_reporting() {
     let mut cluster = Cluster::start().await;
     let complete = |cluster: &Cluster| cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "stop": "STOP" })));
     for (report, stopped) in [(Some(Some(0)), false), (None, false), (Some(None), true)] {
@@ -258,7 +258,7 @@ async fn only_the_first_announced_count_is_valid() {
 }
 
 #[tokio::test]
-async fn disconnected_client_waits_for_no_count() {
+async fn disconnect_ends_the_generation_without_waiting_for_a_late_count() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(CHAT, chat(streamed(json!({}))));
     let call = cluster.call().await;

@@ -1,4 +1,4 @@
-//! What the log says about the fate of answers.
+//! Log lines about answers that fail or are resumed.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -96,7 +96,7 @@ async fn refused_and_abandoned_requests_write_no_warning() {
 }
 
 #[tokio::test]
-async fn flood_of_failed_answers_has_few_lines() {
+async fn log_lines_of_many_failed_answers_are_limited() {
     let (log, mut cluster) = (Log::start(), Cluster::with(|settings| settings.attempts = 1).await);
     for _ in 0..30 {
         let reply = cluster.spawn_post(CHAT, chat(json!({})));

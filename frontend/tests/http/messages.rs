@@ -226,7 +226,7 @@ async fn malformed_messages_are_refused_in_anthropics_shape() {
 }
 
 #[tokio::test]
-async fn stored_conversation_is_refused_with_the_code_for_which_the_sdk_sends_the_whole_one() {
+async fn stored_conversation_is_refused_with_the_code_that_makes_the_sdk_send_all_messages() {
     let mut cluster = Cluster::start().await;
     for thread in [json!({ "type": "create" }), json!({ "type": "continue", "previous_message_id": "msg_1" })] {
         let (status, error) = cluster.post(MESSAGES, &message(json!({ "thread": thread }))).await.json().await;

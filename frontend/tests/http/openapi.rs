@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 /// Returns values at and just beyond the bounds of a parameter's schema. The bool says whether the schema allows the value.
 fn at_bounds(schema: &Value) -> Vec<(Value, bool)> {
-    /// Bounds beyond this number concern the number's type, and larger lists have more values than a body may have.
+    /// Greater bounds are those of the number's type, and longer lists have more values than a body may have.
     const BOUND_MAX: f64 = 1e10;
     const ITEMS_MAX: usize = 20_000;
     let forms = schema["anyOf"].as_array().into_iter().flatten();

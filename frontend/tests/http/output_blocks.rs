@@ -12,7 +12,7 @@ const MESSAGES: &str = "/v1/messages";
 const IM_END: u32 = 257;
 const CALL: &str = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Köln\"}}\n</tool_call>";
 
-/// A cluster whose model has room for tools, and reasons between `<think>` and `</think>`.
+/// A cluster whose model has a context for tools, and reasons between `<think>` and `</think>`.
 async fn cluster() -> Cluster {
     let model = ServedModel::sim("m").with_context_length(8_192).with_parsers(None, Some(ReasoningParser::Think));
     Cluster::with(|settings| settings.models = vec![model]).await
@@ -63,8 +63,8 @@ fn append(field: &mut Value, text: &Value) {
     *field = json!(format!("{}{text}", field.as_str().unwrap_or_default()));
 }
 
-/// Builds the list of output items from the events of a streamed response, as OpenAI's clients do. Checks that each event continues the item
-/// that was added last, and that the events at the end of an item repeat what its deltas have built.
+/// Builds the list of output items from the events of a streamed response, as OpenAI's clients do. Checks that each event continues the
+/// item that was added last, and that the events at the end of an item repeat what its deltas have built.
 fn items(events: &[(String, Value)]) -> Vec<Value> {
     let mut items: Vec<Value> = Vec::new();
     for (name, event) in events {

@@ -76,7 +76,7 @@ async fn restrictions_of_tokens_reach_the_worker() {
         assert_eq!((sampling.allowed_token_ids, sampling.logprob_token_ids), (vec![5, 9], vec![7, 5]));
         let words: Vec<(String, Vec<TokenSequence>)> =
             sampling.bad_words.into_iter().map(|word| (word.text, word.forms)).collect();
-        // In the simulator's vocabulary, a text has more tokens after a space, so it is barred only as it is.
+        // In the simulator's vocabulary, a word has more tokens after a space, so only its form without a space is barred.
         let form = |text: &str| vec![TokenSequence { tokens: ids(text) }];
         let expected = [("ugly", form("ugly")), (" bad", form("bad")), ("  ", form("  "))];
         assert_eq!(words, expected.map(|(text, forms)| (text.to_owned(), forms)));
@@ -129,7 +129,7 @@ async fn text_may_include_the_stop_string_and_the_stop_token() {
         assert!(done);
         assert_eq!(texts(path, &events, 2), expected, "{path}");
     }
-    // Without the parameters, neither has text.
+    // Without the parameters, neither the stop string nor the stop token has text.
     let plain = completion("Hi".into(), json!({ "n": 2, "stop": ["END"] }));
     let (_, answer) = answered(&mut cluster, COMPLETIONS, plain, generated()).await.json().await;
     assert_eq!((&answer["choices"][0]["text"], &answer["choices"][1]["text"]), (&json!("ab"), &json!("x")));

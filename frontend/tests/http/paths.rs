@@ -22,7 +22,7 @@ async fn version_ping_and_load_have_vllms_fields() {
 }
 
 #[tokio::test]
-async fn root_leads_to_the_chat() {
+async fn root_redirects_to_the_chat() {
     for dashboard_requests in [0, 512] {
         let cluster = Cluster::with(|settings| settings.dashboard_requests = dashboard_requests).await;
         let root = cluster.send(Method::GET, "/", &[], "").await;
@@ -93,7 +93,7 @@ async fn tokenize_returns_the_tokens_of_a_text_or_conversation() {
     }
     let (_, conversation) = cluster.post("/tokenize", &chat(json!({}))).await.json().await;
     assert_eq!(conversation["token_strs"], Value::Null);
-    // The tokens are those of the prompt of a request for an answer.
+    // A request for an answer has the same prompt tokens.
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let call = cluster.call().await;
     assert_eq!(conversation["tokens"], json!(call.request.prompt));

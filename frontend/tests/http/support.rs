@@ -35,7 +35,6 @@ use tonic::{Status, Streaming};
 
 pub use crate::texts::{merged, text};
 
-/// The maximum time that a test waits.
 const WAIT_MAX: Duration = Duration::from_secs(20);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
@@ -98,7 +97,7 @@ impl Router for FakeRouter {
         tokio::spawn(async move {
             while let Ok(Some(RouteRequest { message: Some(message) })) = requests.message().await {
                 if matches!(message, route_request::Message::AnswerFinished(_)) {
-                    // It always precedes the end of the stream of a complete answer; the tests of several routers check it.
+                    // This message precedes the end of the stream of every complete answer; tests/http/routers.rs checks it.
                     continue;
                 }
                 let expects_reply = !matches!(message, route_request::Message::PrefillFinished(_));
@@ -108,7 +107,7 @@ impl Router for FakeRouter {
                     let Some(reply) = scripted.unwrap_or_else(|| Some(route_reply::Message::Placement(local(decode)))) else {
                         break;
                     };
-                    // A router of a later version sends a kind of message that the frontend does not know, and skips.
+                    // The frontend must skip this message, which stands for an unknown one from a router of a later version.
                     replies.send(Ok(RouteReply { message: None })).await.ok();
                     replies.send(Ok(RouteReply { message: Some(reply) })).await.ok();
                 }
@@ -177,7 +176,8 @@ impl Cluster {
         Self::with(|_| {}).await
     }
 
-    /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens. Requests do not wait for a router.
+    /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens. Requests do not wait for a
+    /// router.
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
         let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
@@ -243,7 +243,6 @@ impl Cluster {
         self.finishes.try_recv().is_err()
     }
 
-    /// Waits for the next message that the router receives.
     pub async fn received(&mut self) -> Received {
         soon(self.routes.recv()).await.expect("the fake router runs")
     }
@@ -268,7 +267,6 @@ impl Cluster {
         self.send(Method::GET, path, &[], "").await.json().await
     }
 
-    /// Sends a request in the background.
     pub fn spawn_post(&self, path: &'static str, body: Value) -> JoinHandle<Reply> {
         let frontend = self.frontend;
         tokio::spawn(async move { send(frontend, Method::POST, path, &DETAILS, body.to_string().into()).await })
@@ -418,7 +416,6 @@ impl Call {
         self.replies.is_closed()
     }
 
-    /// Resolves when the frontend has closed the stream.
     pub async fn closed(&self) {
         soon(self.replies.closed()).await;
     }

@@ -74,7 +74,7 @@ async fn message_that_a_template_expands_beyond_the_context_is_refused() {
 }
 
 #[tokio::test]
-async fn trigger_word_of_a_hostile_template_costs_one_400() {
+async fn message_that_triggers_a_hostile_template_is_refused_with_400() {
     const NESTS: &str = "{% set ns = namespace(v=1) %}{% for i in range(90000) %}{% set ns.v = [ns.v] %}{% endfor %}";
     const DOUBLES: &str =
         "{% set ns = namespace(v='x' * 1000) %}{% for i in range(28) %}{% set ns.v = ns.v ~ ns.v %}{% endfor %}{{ ns.v|length }}";
@@ -95,13 +95,13 @@ async fn trigger_word_of_a_hostile_template_costs_one_400() {
 }
 
 #[tokio::test]
-async fn costly_template_does_not_keep_other_requests_from_being_answered() {
+async fn costly_template_does_not_block_other_requests() {
     const LOOPS: &str = "{% for i in range(90000) %}{% for i in range(90000) %}{% endfor %}{% endfor %}";
     let model = model(&format!("{{% if messages[0].content == 'go' %}}{LOOPS}{{% endif %}}a")).expect("the template is valid");
     let cluster = Cluster::with(|settings| settings.models = vec![model]).await;
     let go = chat(json!({ "messages": [{ "role": "user", "content": "go" }] }));
     let (costly, other) = (cluster.post(CHAT, &go), cluster.get("/live"));
-    // Everything runs on this thread, except what has threads of its own.
+    // The test has one thread, so the other request is answered first only if the template is rendered on another thread.
     tokio::select! {
         biased;
         refused = costly => panic!("the costly request was answered first: {}", refused.status()),

@@ -1,4 +1,4 @@
-//! What tests write and read as text.
+//! JSON objects of requests, and the text of tokens.
 
 use serde_json::Value;
 

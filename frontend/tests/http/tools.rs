@@ -14,7 +14,7 @@ const IM_START: u32 = 256;
 const IM_END: u32 = 257;
 const CALL: &str = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Köln\"}}\n</tool_call>";
 
-/// A cluster whose model has room for tools.
+/// A cluster whose model has a context for tools.
 async fn cluster() -> Cluster {
     Cluster::with(|settings| settings.models = vec![ServedModel::sim("m").with_context_length(8_192)]).await
 }
@@ -332,7 +332,7 @@ async fn logprobs_cover_the_tokens_of_all_pieces() {
 }
 
 #[tokio::test]
-async fn reasoning_is_a_field_of_its_own_and_counted() {
+async fn reasoning_has_its_own_field_and_count() {
     let thinking = || ServedModel::sim("m").with_context_length(8_192).with_parsers(None, Some(ReasoningParser::Think));
     let mut cluster = Cluster::with(|settings| settings.models = vec![thinking()]).await;
     let answer = format!("<think>\nbecause\n</think>\n\nSo.\n{CALL}");

@@ -6,7 +6,7 @@ use serde_json::json;
 use std::time::Duration;
 use tandem_proto::v1::{FailureReason, Placement, Waiting, generate_reply, route_reply, route_request::Message as RouteMessage};
 
-/// Returns the limit on the wait that the next request has for the router, in milliseconds.
+/// Returns the limit on the wait that the router receives for the next request, in milliseconds.
 async fn limit(cluster: &mut Cluster) -> u32 {
     loop {
         if let Received::Message(RouteMessage::Prompt(prompt)) = cluster.received().await {
@@ -16,7 +16,7 @@ async fn limit(cluster: &mut Cluster) -> u32 {
 }
 
 #[tokio::test]
-async fn request_that_would_wait_too_long_is_refused_with_the_time_after_which_it_would_not() {
+async fn request_that_would_wait_too_long_is_refused_with_retry_after() {
     let mut cluster = Cluster::start().await;
     for (retry_after_ms, retry_after) in [(2_300, "3"), (3, "1")] {
         let overloaded = failure(FailureReason::Overloaded, "");
@@ -32,7 +32,7 @@ async fn request_that_would_wait_too_long_is_refused_with_the_time_after_which_i
 }
 
 #[tokio::test]
-async fn client_may_wait_for_less_than_the_limit_but_not_for_longer() {
+async fn client_can_lower_the_limit_on_its_wait_but_not_raise_it() {
     let ask = async |cluster: &mut Cluster, max_wait: &str| {
         cluster.place(route_reply::Message::Failure(failure(FailureReason::Overloaded, "")));
         let headers = [("x-max-wait", max_wait)];
@@ -53,7 +53,7 @@ async fn client_may_wait_for_less_than_the_limit_but_not_for_longer() {
 
 #[tokio::test]
 async fn attempt_keeps_its_place_while_its_worker_reports_progress() {
-    // A worker that reports nothing is given up after two seconds and this time.
+    // An attempt at a worker that reports nothing ends two seconds after this time.
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(1)).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let call = cluster.call().await;

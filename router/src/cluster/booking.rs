@@ -33,16 +33,16 @@ pub(super) struct BookingEntry {
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
-    /// What the router predicted when it placed the request; `None` if another router placed the request, or once the prediction was compared
-    /// with the cached tokens that the engine found.
+    /// What the router predicted when it placed the request; `None` if another router placed the request, or once the prediction was
+    /// compared with the cached tokens that the engine found.
     pub(super) prediction: Option<Prediction>,
     pub(super) answer: BookedAnswer,
-    /// The request's entry, until its first token, in the queue of the worker that prefills it. A request that another router has placed is in no
-    /// queue.
+    /// The request's entry, until its first token, in the queue of the worker that prefills it. A request that another router has placed is
+    /// in no queue.
     pub(super) waiting: QueueEntry,
 }
 
-/// How many leading blocks of a prompt the router expected on the worker that computes it.
+/// What the router expected of the cached blocks of a prompt when it placed the request.
 #[derive(Clone, Debug)]
 pub(super) struct Prediction {
     pub(super) prompt_tokens: u32,
@@ -50,7 +50,7 @@ pub(super) struct Prediction {
     pub(super) block_size: u32,
     /// Blocks that the worker could reuse according to its reports, or must have had cached although it reports late.
     pub(super) reported: u32,
-    /// What was known of the prompt's prefix, without the names of workers.
+    /// The facts about the prompt's prefix, without the names of workers.
     pub(super) facts: PrefixFacts,
     /// What is learned from the time to the first token.
     pub(super) loads: ExpectedLoads,

@@ -40,8 +40,8 @@ impl Bookings {
         id
     }
 
-    /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. A second call for the prompt is ignored. Returns the
-    /// booking; `None` if the booking has ended.
+    /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. A second call for the prompt is ignored.
+    /// Returns the booking; `None` if the booking has ended.
     pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut ClusterMembers) -> Option<&mut BookingEntry> {
         let booking = self.by_id.get_mut(&id)?;
         if members.on_prefilled(booking, Departure::Served) {
@@ -65,8 +65,8 @@ impl Bookings {
         self.journal.subscribe()
     }
 
-    /// Returns the messages with all changes that a peer lacks, and the number of the last change in them. The peer has received the changes up to
-    /// number `after`; `None`: it has received none.
+    /// Returns the messages with all changes that a peer lacks, and the number of the last change in them. The peer has received the
+    /// changes up to number `after`; `None`: it has received none.
     pub(crate) fn messages(&self, after: Option<u64>, members: &ClusterMembers) -> (Vec<Message>, u64) {
         let record = |booking: &BookingEntry| booking.record(members.unreported(booking));
         let last = self.journal.last();

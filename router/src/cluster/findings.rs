@@ -1,8 +1,9 @@
-//! What a worker's engine finds in its cache, compared with what the worker reports.
+//! Compares the blocks that a worker's engine finds in its cache with those that the worker reports.
 //!
-//! Some engines find systematically less than their events say: with speculative decoding, vLLM drops the last matched block of each prompt. Others
-//! report late. Both are learned from the latest prompts that the worker has computed, by majority, so that single differences (a block that was
-//! evicted meanwhile) change nothing. The overlap that is used for placements is corrected, and a note says so to the operator.
+//! Some engines find systematically less than their events say: with speculative decoding, vLLM drops the last matched block of each
+//! prompt. Others report late. Both are learned from the latest prompts that the worker has computed, by majority, so that single
+//! differences (a block that was evicted meanwhile) change nothing. The overlap that is used for placements is corrected, and a note says
+//! so to the operator.
 
 use std::collections::VecDeque;
 
@@ -12,9 +13,9 @@ const RECENT: usize = 16;
 const RECENT_MIN: usize = 8;
 /// A worker reports late if this many of the latest prompts found more than was known.
 const LATE_MIN: usize = 4;
-/// A worker that reports no blocks after this many prompts is said to report nothing.
+/// A worker that reports no blocks after this many prompts counts as silent.
 const SILENT_MIN: u32 = 8;
-/// Shorter prompts say nothing: an engine's block may have hundreds of tokens.
+/// Prompts with fewer tokens are not counted, because an engine's block may have hundreds of tokens.
 const SILENT_TOKENS: u64 = 1_024;
 
 /// One prompt that a worker has computed. All numbers are leading blocks of the prompt.
@@ -28,7 +29,7 @@ pub(super) struct FoundBlocks {
     pub(super) found: u32,
 }
 
-/// How much less than the reported blocks the engine finds.
+/// How many of the reported blocks the engine does not find.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Correction {
     #[default]
@@ -39,10 +40,10 @@ pub(super) enum Correction {
     Everything,
 }
 
-/// What the latest prompts of one worker found.
+/// The differences between a worker's reports and the blocks that its engine found, for its latest prompts.
 #[derive(Default)]
 pub(super) struct Findings {
-    /// The latest prompts of which the worker had reported blocks.
+    /// The latest prompts of which the worker had reported cached blocks.
     reported: VecDeque<FoundBlocks>,
     /// For each of the latest prompts, whether the engine found more than was known.
     late: VecDeque<bool>,
@@ -81,15 +82,15 @@ impl Findings {
         }
     }
 
-    /// Counts a prompt whose whole blocks have this many tokens, and that the worker has computed. `indexed` is the number of blocks that it reports
-    /// now.
+    /// Counts a prompt that the worker has computed, and whose full blocks have this many tokens. `indexed` is the number of the worker's
+    /// blocks in the index now.
     pub(super) fn computed(&mut self, tokens: u64, indexed: u64) {
         if indexed == 0 && tokens >= SILENT_TOKENS {
             self.unreported_prompts = self.unreported_prompts.saturating_add(1);
         }
     }
 
-    /// Records that the worker reports blocks. Returns whether it was said to report nothing.
+    /// Records that the worker reports blocks. Returns whether it counted as silent before.
     pub(super) fn reports(&mut self) -> bool {
         let was_silent = self.is_silent();
         self.unreported_prompts = 0;
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn single_evictions_change_nothing() {
+    fn single_evictions_are_not_learned_as_a_difference() {
         let evicted = |(prompt, reported): (usize, u32)| (reported, if prompt % 5 == 0 { 0 } else { reported });
         assert_eq!(learned((5..60).enumerate().map(evicted)).correction(), Correction::None);
         let erratic = |reported: u32| (reported, reported - reported % 4);

@@ -1,9 +1,9 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
-//! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members that serve one model agree on its
-//! revision and block size, and if it is a LoRA, on its base model. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its
-//! peers, that name the member's instance. A booking on an instance that is not a member counts nowhere. When such an instance joins, its first
-//! report is assumed to include the booked load.
+//! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members that serve one model
+//! agree on its revision and block size, and if it is a LoRA, on its base model. A member's [`WorkerBookings`] are exactly the bookings, of
+//! this router and of its peers, that name the member's instance. A booking on an instance that is not a member counts nowhere. When such
+//! an instance joins, its first report is assumed to include the booked load.
 
 mod candidate;
 mod prefix;
@@ -141,7 +141,6 @@ impl ClusterMembers {
         }
     }
 
-    /// Returns the present time.
     pub(super) fn now(&self) -> Instant {
         self.virtual_time.unwrap_or_else(Instant::now)
     }
@@ -237,8 +236,8 @@ impl ClusterMembers {
         id
     }
 
-    /// Returns the name of a model or of a transfer family. Members with equal names share one copy, so that placements, which read the names of all
-    /// members, find it in the processor's cache.
+    /// Returns the name of a model or of a transfer family. Members with equal names share one copy, so that placements, which read the
+    /// names of all members, find it in the processor's cache.
     fn shared(&self, name: &str) -> Arc<str> {
         let known = self.values().flat_map(|member| member.models.iter().chain(&member.family)).find(|known| ***known == *name);
         known.cloned().unwrap_or_else(|| Arc::from(name))
@@ -256,8 +255,8 @@ impl ClusterMembers {
     }
 
     /// Replaces the member's blocks in the index by those of a snapshot. A snapshot follows lost messages, and one of these may have
-    /// reported a booked request. Therefore all bookings are now treated as included in the reported load. So no request is counted twice, but a
-    /// request that has not reached the worker yet is missing in the load until the next report.
+    /// reported a booked request. Therefore all bookings are now treated as included in the reported load. So no request is counted twice,
+    /// but a request that has not reached the worker yet is missing in the load until the next report.
     pub(crate) fn replace(&mut self, id: MemberId, content: Replacement<'_>) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
@@ -315,7 +314,6 @@ impl ClusterMembers {
         }
     }
 
-    /// Whether a worker at this address is a member.
     pub(crate) fn is_member(&self, address: &str) -> bool {
         self.values().any(|member| member.address == address)
     }
@@ -422,8 +420,8 @@ impl ClusterMembers {
         }
     }
 
-    /// Ends the booking's prefill: it is no longer part of the load, and the request leaves the worker's queue. Returns false if the prefill had
-    /// already ended.
+    /// Ends the booking's prefill: it is no longer part of the load, and the request leaves the worker's queue. Returns false if the
+    /// prefill had already ended.
     pub(super) fn on_prefilled(&mut self, booking: &mut BookingEntry, left: Departure) -> bool {
         let (was_prefilling, now, index) = (std::mem::take(&mut booking.prefilling), self.now(), self.index.clone());
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {

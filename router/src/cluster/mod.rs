@@ -1,7 +1,7 @@
 //! The router's state: the workers that are members, their caches and loads, and the bookings on them.
 //!
-//! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. [`ClusterMembers`], [`Bookings`], [`Peers`] and [`UnavailableWorkers`]
-//! each keep their own invariants; [`ClusterState`] has the operations that concern several of them.
+//! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. [`ClusterMembers`], [`Bookings`], [`Peers`] and
+//! [`UnavailableWorkers`] each keep their own invariants; [`ClusterState`] has the operations that concern several of them.
 
 mod booking;
 mod bookings;
@@ -66,7 +66,7 @@ pub(crate) struct Cluster {
     blocks_left: Notify,
     /// Notifies one waiter each time that a worker leaves. Without a waiter the notification is kept.
     pub(crate) member_left: Notify,
-    /// Shows all subscribers that a worker has left.
+    /// Notifies all subscribers each time that a worker leaves.
     pub(crate) departures: watch::Sender<()>,
     /// Notifies one waiter each time that a peer is removed, like `member_left`.
     pub(crate) peer_left: Notify,
@@ -84,11 +84,10 @@ pub(crate) struct ClusterState {
     placer: Placer,
 }
 
-/// A request that has waited in the queue for its whole limit is placed again only where its estimated wait is at most this long. Frontends allow a
-/// little more.
+/// A request that has waited in the queue for its whole limit is placed again only where its estimated wait is at most this long. Frontends
+/// allow a little more.
 const SHORT_WAIT: Duration = Duration::from_millis(500);
 
-/// A placement with its booking.
 pub(crate) type Placed = (BookingId, v1::Placement);
 
 impl Cluster {
@@ -115,8 +114,8 @@ impl Cluster {
         self.state.lock()
     }
 
-    /// Applies a worker's events, then records its load. The state is not locked while events are applied. A long list of events is applied in
-    /// slices, between which other tasks run. If the future is dropped between two slices, the remaining events are not applied.
+    /// Applies a worker's events, then records its load. The state is not locked while events are applied. A long list of events is applied
+    /// in slices, between which other tasks run. If the future is dropped between two slices, the remaining events are not applied.
     ///
     /// # Errors
     /// [`SubscriptionError::BeyondCapacity`] if an event names more blocks than the worker can hold.
@@ -147,8 +146,8 @@ impl Cluster {
         }
     }
 
-    /// Reads the snapshot into the index, in slices, between which other tasks run. Lookups do not see the content before [`ClusterState::join`] or
-    /// [`Self::replace`] makes all of it visible at once.
+    /// Reads the snapshot into the index, in slices, between which other tasks run. Lookups do not see the content before
+    /// [`ClusterState::join`] or [`Self::replace`] makes all of it visible at once.
     pub(crate) async fn load(&self, snapshot: &Snapshot) -> Replacement<'_> {
         let (mut content, mut blocks) = (self.index.replacement(), 0);
         for chain in &snapshot.stored {
@@ -258,8 +257,8 @@ impl ClusterState {
         placed
     }
 
-    /// Places a request again that has waited in the queue for its limit `max_wait`, on a worker with a wait of at most [`SHORT_WAIT`]. `again` has
-    /// the excluded instances and the number of this placement; `None`: the request is refused.
+    /// Places a request that has waited in the queue for its limit `max_wait` again, on a worker with a wait of at most [`SHORT_WAIT`].
+    /// `again` has the excluded instances and the number of this placement; `None`: the request is refused.
     ///
     /// # Errors
     /// The request would wait longer than [`SHORT_WAIT`] on every worker. The error says when to try again.
@@ -331,8 +330,8 @@ impl ClusterState {
         Ok((self.book(booking, load), placement))
     }
 
-    /// Books a request that another router has placed, until [`ClusterState::release`]. The reports of the request's workers already include the
-    /// request, so the booking adds no load. The workers need not be members yet.
+    /// Books a request that another router has placed, until [`ClusterState::release`]. The reports of the request's workers already
+    /// include the request, so the booking adds no load. The workers need not be members yet.
     pub(crate) fn rebook(
         &mut self,
         request: &PlacementRequest,
@@ -358,8 +357,8 @@ impl ClusterState {
         Ok(self.book(booking, LoadByRole::default()))
     }
 
-    /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. `cached_tokens` may be known only in a later call.
-    /// The first known number is compared with the overlap that the placement predicted. Returns the result of this comparison.
+    /// Records that the prompt has been prefilled, so its prefill is no longer part of the load. `cached_tokens` may be known only in a
+    /// later call. The first known number is compared with the overlap that the placement predicted. Returns the result of this comparison.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) -> Option<Funnel> {
         let now = self.members.now();
         let booking = self.bookings.on_prefilled(id, &mut self.members)?;

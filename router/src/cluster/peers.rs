@@ -1,7 +1,7 @@
 //! The peer routers and their bookings.
 //!
-//! A peer's booking adds load like a booking of this router until the worker reports the request, the peer releases the booking, or the peer
-//! disconnects. This router never releases it for any other reason.
+//! A peer's booking adds load like a booking of this router until the worker reports the request, the peer releases the booking, or the
+//! peer disconnects. This router never releases it for any other reason.
 
 use super::{
     booking::{BookingEntry, LoadByRole},
@@ -74,8 +74,8 @@ impl Peers {
                         members.on_prefilled(known.get_mut(), Departure::Served);
                     }
                 }
-                // The peer has a higher limit on its bookings than this router. The request of an ignored booking is part of the load once its
-                // workers report it.
+                // The peer has a higher limit on its bookings than this router. The request of an ignored booking is part of the load once
+                // its workers report it.
                 (Entry::Vacant(_), Some(_)) if is_full => {}
                 (Entry::Vacant(new), Some(record)) => {
                     new.insert(book(record, members, own));

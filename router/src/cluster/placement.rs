@@ -44,7 +44,7 @@ pub(super) struct PlacementDecision<'a> {
     /// The members that serve the model.
     pub(super) members: Vec<&'a Member>,
     pub(super) query: PlacementQuery,
-    /// The hashes of those of the prompt's blocks that a worker may reuse.
+    /// The hashes of the prompt's blocks that a worker may reuse.
     pub(super) hashes: &'a [SequenceHash],
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CostsByUse>,
@@ -149,7 +149,7 @@ impl Placer {
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
         for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.queue.is_empty()) {
-            // Tandem's own engines compute short prompts first, others those that arrived first.
+            // Tandem's own engines compute the shortest prompt first, other engines the prompt that arrived first.
             let shortest_first = member.info.transfer_family.is_empty();
             let own_tokens = candidate.new_tokens(&query, candidate.overlap_blocks.into());
             let behind = member.queue.behind(&request.account, request.priority, own_tokens, shortest_first);

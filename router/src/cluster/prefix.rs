@@ -1,5 +1,5 @@
-//! What is known of a prompt's prefix when it is placed: what the chosen worker has cached, what others have, and what workers have removed. From it
-//! follows the cause of each token that is not found (docs/adr/051-why-not-cached.md).
+//! The facts about a prompt's prefix when it is placed: which blocks the chosen worker has cached, which blocks others have, and which
+//! blocks workers have removed. From these facts follows the cause of each token that is not found (docs/adr/051-why-not-cached.md).
 
 use super::{
     booking::Prediction,
@@ -16,7 +16,7 @@ use tandem_proto::{
 use tokio::time::Instant;
 
 impl PlacementDecision<'_> {
-    /// Returns what is known of the prompt's prefix. `members` are all members.
+    /// Returns the facts about the prompt's prefix. `members` are all members.
     pub(super) fn facts(&self, members: &ClusterMembers, choice: RouteChoice, other_namespace_blocks: u32) -> PrefixFacts {
         let computes = choice.prefill.unwrap_or(choice.decode);
         let chosen = &self.candidates[computes];
@@ -65,7 +65,7 @@ impl PlacementDecision<'_> {
         costs.prefill.or(costs.local).map(|cost| cost.compute_ms)
     }
 
-    /// Returns the cost of the placement in which this member computes the prompt.
+    /// Returns the cost of the cheapest placement in which this member computes the prompt; `None` if there is none.
     fn total(&self, at: usize) -> Option<f64> {
         let Some(prefill) = self.costs[at].prefill else { return self.costs[at].local.map(|cost| cost.total()) };
         let decoders = self.candidates.iter().zip(&self.costs).filter(|(other, _)| other.family == self.candidates[at].family);

@@ -16,19 +16,20 @@ pub(crate) struct PlacementRequest {
     pub(crate) prompt_tokens: u32,
     /// Sequences that the request generates.
     pub(crate) samples: u32,
-    /// The fewest tokens that each sample has.
+    /// The minimum number of tokens of each sample.
     pub(crate) min_tokens: u32,
-    /// The most tokens that each sample may have; 0: not known.
+    /// The maximum number of tokens of each sample; 0: not known.
     pub(crate) max_tokens: u32,
     /// Whether logits of prompt tokens are requested.
     pub(crate) prompt_logits: bool,
     pub(crate) account: Arc<str>,
     pub(crate) priority: Priority,
-    /// The longest time for which the request may wait in the queue; `None`: it may wait without a limit, or it has already been placed once.
+    /// The longest time for which the request may wait in the queue; `None`: it may wait without a limit, or it has already been placed
+    /// once.
     pub(crate) max_wait: Option<Duration>,
     /// The workers on which an equal prompt of the same request was placed.
     pub(crate) equal_prompt: Option<EqualPrompt>,
-    /// Leading blocks that a recent prompt in another cache namespace has as well.
+    /// The number of leading blocks that a recent prompt in another cache namespace has as well.
     pub(crate) other_namespace_blocks: u32,
 }
 

@@ -15,8 +15,8 @@ pub(super) fn starting(synced: usize, known: usize) -> String {
     format!("the router is starting: its index has {synced} of {known} workers")
 }
 
-/// Adds to the reason why one of the `unavailable` workers has not joined, and how many others have not: first one that has to be changed before it
-/// can join.
+/// Adds to the reason why one of the `unavailable` workers has not joined, and how many others have not joined. An incompatible worker is
+/// named first, because it cannot join before it is changed.
 pub(super) fn not_joined<'a>(reason: &str, unavailable: impl Iterator<Item = &'a UnavailableWorker>) -> String {
     let mut unavailable: Vec<&UnavailableWorker> = unavailable.collect();
     unavailable.sort_by_key(|worker| !worker.incompatible);
@@ -36,8 +36,8 @@ pub(super) fn all_unavailable(models: &[ModelView]) -> Option<String> {
     Some(reasons?.join("; "))
 }
 
-/// Returns why these workers were chosen: their cost, and the costs of the cheapest alternatives. `costs`, `workers` and `name` are indexed by
-/// candidate.
+/// Returns why these workers were chosen: their cost, and the costs of the cheapest alternatives. `costs`, `workers` and `name` are indexed
+/// by candidate.
 pub(super) fn explanation<'a>(
     choice: RouteChoice,
     costs: &[CostsByUse],
@@ -77,7 +77,8 @@ fn family(family: Option<&str>) -> String {
     }
 }
 
-/// Returns the reason why a prefill worker of this family receives no requests, given the families of the decode workers that serve its model.
+/// Returns the reason why a prefill worker of this family receives no requests, given the families of the decode workers that serve its
+/// model.
 pub(super) fn unpaired<'a>(own: Option<&'a str>, decode_families: impl Iterator<Item = Option<&'a str>>) -> String {
     let own = family(own);
     let decode_families: BTreeSet<String> = decode_families.map(family).collect();

@@ -44,7 +44,8 @@ impl UnavailableWorkers {
         self.unlisted || !self.expected.is_empty()
     }
 
-    /// Records that a listed worker could not be reached or must not join, and why. Its id, if it is empty, stays the one that is recorded.
+    /// Records that a listed worker could not be reached or must not join, and why. If the new entry has no worker id, the recorded id
+    /// stays.
     pub(crate) fn insert(&mut self, mut worker: UnavailableWorker) {
         if let Some(before) = self.by_address.get_mut(&worker.address).filter(|_| worker.worker_id.is_empty()) {
             worker.worker_id = std::mem::take(&mut before.worker_id);

@@ -1,4 +1,4 @@
-//! What the router reports on itself and on the cluster.
+//! The router's reports about itself and the cluster.
 
 use super::{ClusterState, texts};
 use crate::route::NoEligibleWorker;
@@ -47,7 +47,7 @@ impl ClusterState {
         })
     }
 
-    /// Returns the reason with what the listed workers lack that have not joined.
+    /// Returns the text of the reason. If a role lacks workers, the text also says why listed workers have not joined.
     fn explained(&self, reason: NoEligibleWorker) -> String {
         match reason {
             NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker => {

@@ -161,7 +161,8 @@ impl VirtualRouter {
         Some(VirtualPlacement { booking: VirtualBooking(booking), decode, prefill: placement.prefill.and_then(number) })
     }
 
-    /// Books a request on workers that the caller has chosen. The booking adds no load, so the workers' next reports must include the request.
+    /// Books a request on workers that the caller has chosen. The booking adds no load, so the workers' next reports must include the
+    /// request.
     pub fn book(&mut self, request: &VirtualRequest, decode: usize, prefill: Option<usize>) -> VirtualPlacement {
         let instance = |number: usize| self.workers[number].instance_id.clone();
         let existing = v1::ExistingPlacement {
@@ -186,8 +187,8 @@ impl VirtualRouter {
         );
     }
 
-    /// Records that the prompt has been prefilled, and how many of its tokens were cached; `None` for an answer that is continued. Returns why the other
-    /// tokens were not cached; `None` if this router has not placed the request, or knows it already.
+    /// Records that the prompt has been prefilled, and how many of its tokens were cached; `None` for an answer that is continued. Returns
+    /// why the other tokens were not cached; `None` if this router has not placed the request, or knows it already.
     pub fn on_prefilled(&mut self, booking: VirtualBooking, cached_tokens: Option<u32>) -> Option<Funnel> {
         self.state.on_prefilled(booking.0, cached_tokens)
     }
@@ -226,7 +227,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
     }
 }
 
-/// What the service does in slices, at once.
+/// Operations that the service does in slices, each in one step.
 impl ClusterState {
     /// Applies all events of the batch, and then its load.
     pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, stats: ReportedStats) {
@@ -238,7 +239,6 @@ impl ClusterState {
         self.members.report(id, batch.load, stats, &batch.included_request_ids);
     }
 
-    /// Adds a worker with an empty cache.
     pub(crate) fn join_empty(&mut self, info: WorkerInfo) -> Result<MemberId, JoinError> {
         let index = self.members.index.clone();
         self.join(info, "host:1".to_owned(), index.replacement())

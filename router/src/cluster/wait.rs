@@ -13,8 +13,8 @@ use crate::{
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The assumed speed of a queue whose speed was not measured, as a fraction of its worker's prefill rate. Decoding, and the fixed times of steps,
-/// take the rest of the worker's time.
+/// The assumed speed of a queue whose speed was not measured, as a fraction of its worker's prefill rate. Decoding, and the fixed times of
+/// steps, take the rest of the worker's time.
 const EFFICIENCY: f64 = 0.75;
 
 /// Estimates how long a request would wait for each candidate of a decision.
@@ -29,8 +29,8 @@ struct Waits<'a> {
     mean_rate: Option<f64>,
 }
 
-/// How long the request would wait for each use of one worker, in milliseconds. The wait for a prefill worker and a decode worker is the longer of
-/// the two waits, because the request waits in both queues at the same time.
+/// How long the request would wait for each use of one worker, in milliseconds. The wait for a prefill worker and a decode worker is the
+/// longer of the two waits, because the request waits in both queues at the same time.
 #[derive(Clone, Copy)]
 struct WaitByUse {
     prefill: f64,
@@ -50,8 +50,8 @@ impl PlacementDecision<'_> {
         QueueEntry::new(request.account.clone(), request.priority, self.new_tokens(choice))
     }
 
-    /// Returns `choice`, the cheapest one, with the estimated wait in the queue. If that wait exceeds the request's limit, returns the cheapest
-    /// choice whose wait does not.
+    /// Returns `choice`, the cheapest one, with the estimated wait in the queue. If that wait exceeds the request's limit, returns the
+    /// cheapest choice whose wait does not.
     ///
     /// # Errors
     /// The wait exceeds the limit with every choice.
@@ -81,16 +81,16 @@ impl PlacementDecision<'_> {
         self.retry_after_shortest(&waits.by_uses(), max_wait.as_secs_f64() * 1e3)
     }
 
-    /// Returns the error of a request whose wait exceeds `max_ms` with every choice. It may be tried again after the time by which the shortest wait
-    /// exceeds `max_ms`.
+    /// Returns the error of a request whose wait exceeds `max_ms` with every choice. It may be tried again after the time by which the
+    /// shortest wait exceeds `max_ms`.
     fn retry_after_shortest(&self, by_use: &[WaitByUse], max_ms: f64) -> PlacementError {
         let shortest = self.cheapest(by_use, |_, wait_ms| Some(Cost { queue_ms: wait_ms, ..Cost::default() }));
         let wait_ms = shortest.map_or(0.0, |choice| wait_of(choice, |at| by_use[at]));
         PlacementError::Overloaded { retry_after: from_ms(wait_ms - max_ms) }
     }
 
-    /// Returns the choice with the lowest cost. `cost` computes the cost of each use from its estimated cost and its wait; `None`: this use is not
-    /// chosen.
+    /// Returns the choice with the lowest cost. `cost` computes the cost of each use from its estimated cost and its wait; `None`: this use
+    /// is not chosen.
     fn cheapest(&self, by_use: &[WaitByUse], cost: impl Fn(Cost, f64) -> Option<Cost>) -> Option<RouteChoice> {
         let costs = self.costs.iter().zip(by_use).map(|(costs, wait)| CostsByUse {
             prefill: costs.prefill.and_then(|of_use| cost(of_use, wait.prefill)),
@@ -118,8 +118,9 @@ impl<'a> Waits<'a> {
         }
     }
 
-    /// Estimates the waits for one candidate. If the speed of its queue is not known, the mean speed of the queues of its role is assumed. If no
-    /// speed is known, the wait is [`Self::queue_ms`]. So a cluster that has measured nothing, and whose requests do not wait, refuses no request.
+    /// Estimates the waits for one candidate. If the speed of its queue is not known, the mean speed of the queues of its role is assumed.
+    /// If no speed is known, the wait is [`Self::queue_ms`]. So a cluster that has measured nothing, and whose requests do not wait,
+    /// refuses no request.
     fn by_use(&self, at: usize) -> WaitByUse {
         let member = self.decision.members[at];
         let mean = if member.role == WorkerRole::Prefill { self.prefill_speed } else { self.decode_speed };
@@ -152,8 +153,8 @@ impl<'a> Waits<'a> {
         (0..self.decision.members.len()).map(|at| self.by_use(at)).collect()
     }
 
-    /// Returns the time to compute the candidate's queued tokens at [`EFFICIENCY`] times its prefill rate, or times the mean rate if it has measured
-    /// none. Returns 0 before any worker has measured a rate.
+    /// Returns the time to compute the candidate's queued tokens at [`EFFICIENCY`] times its prefill rate, or times the mean rate if it has
+    /// measured none. Returns 0 before any worker has measured a rate.
     fn queue_ms(&self, at: usize) -> f64 {
         let own = self.decision.members[at].load.prefill_tokens_per_second;
         let Some(rate) = Some(own).filter(|rate| *rate > 0.0).or(self.mean_rate) else { return 0.0 };

@@ -20,8 +20,8 @@ pub(super) struct IndexWriter {
     rows: Vec<Row>,
     row_of: Vec<Option<u32>>,
     free_rows: BTreeSet<u32>,
-    /// The rows that are hidden from lookups and whose blocks are to be removed. `sweeping` has runs of the first of these rows, which a sweep will
-    /// visit next.
+    /// The rows that are hidden from lookups and whose blocks are to be removed. `sweeping` has runs of the first of these rows, which a
+    /// sweep will visit next.
     pub(super) retired: VecDeque<u32>,
     pub(super) sweeping: Vec<u64>,
 }
@@ -184,8 +184,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Records that the row has cached the blocks `hashes`, which follow `parent`. If the row has not cached the parent, returns false and stores
-    /// nothing.
+    /// Records that the row has cached the blocks `hashes`, which follow `parent`. If the row has not cached the parent, returns false and
+    /// stores nothing.
     pub(super) fn store_piece(
         &self,
         writer: &mut IndexWriter,
@@ -226,8 +226,9 @@ impl PrefixIndex {
         true
     }
 
-    /// Stores the leading blocks of `hashes` that are also the run's blocks from the given place on. The row must have cached the run's blocks before
-    /// that place. Returns the place after the stored blocks, and their number; `None` if the run has another block there or ends there.
+    /// Stores the leading blocks of `hashes` that are also the run's blocks from the given place on. The row must have cached the run's
+    /// blocks before that place. Returns the place after the stored blocks, and their number; `None` if the run has another block there or
+    /// ends there.
     fn store_known(
         &self,
         writer: &mut IndexWriter,
@@ -255,8 +256,8 @@ impl PrefixIndex {
         Some((BlockPlace { run: id, offset: end }, end - offset))
     }
 
-    /// Stores leading blocks of `hashes`, the first of which is not in the index. They extend the run that ends at `next` if the row is the run's
-    /// only holder. Returns the place after the last stored block, and the number of stored blocks; `None` if the index is full.
+    /// Stores leading blocks of `hashes`, the first of which is not in the index. They extend the run that ends at `next` if the row is the
+    /// run's only holder. Returns the place after the last stored block, and the number of stored blocks; `None` if the index is full.
     fn store_new(
         &self,
         writer: &mut IndexWriter,
@@ -313,8 +314,8 @@ impl PrefixIndex {
         Some((BlockPlace { run: id, offset: end }, stored))
     }
 
-    /// Records that the row has cached leading blocks of `hashes`, at `place` and the places after it. Returns their number. It stops before a block
-    /// that the row has cached elsewhere.
+    /// Records that the row has cached leading blocks of `hashes`, at `place` and the places after it. Returns their number. It stops
+    /// before a block that the row has cached elsewhere.
     fn insert_places(&self, writer: &mut IndexWriter, row: u32, place: BlockPlace, hashes: &[SequenceHash]) -> usize {
         let blocks = &mut writer.rows[row as usize].blocks;
         hashes.iter().take(AHEAD).for_each(|hash| blocks.prefetch(self.mix(*hash)));
@@ -395,8 +396,8 @@ impl PrefixIndex {
             };
             let (start, count) = if up > down { (offset, up) } else { (offset + 1 - down, down) };
             let end = start + count;
-            // The row still has the blocks after the removed ones, so these blocks need a run of their own. If there is no space for another run,
-            // they are removed, too.
+            // The row still has the blocks after the removed ones, so these blocks need a run of their own. If there is no space for
+            // another run, they are removed, too.
             if !kept.is_empty() && self.split(writer, id, end).is_some() {
                 kept.clear();
             }

@@ -1,12 +1,11 @@
-//! The blocks after which runs begin. A new block is appended to the run before it without a search for a run that begins with it. The search is
-//! needed only if the block before it was dropped from the index while a run followed that block.
+//! The blocks that runs directly follow. Usually, new blocks are appended to a run without a search, for each of them, for a run that
+//! begins with it. The search is needed only after a block that was removed from the index while a run still followed it.
 
 use super::shard::{SHARDS, shard_of};
 use crate::index::KeyedState;
 use std::collections::HashMap;
 use tandem_kv::SequenceHash;
 
-/// The blocks after which runs begin.
 pub(super) struct Followed {
     /// The blocks, spread over several maps by their mixed hashes, so that a map that grows is small.
     maps: Vec<HashMap<SequenceHash, Follows, KeyedState>>,
@@ -34,7 +33,7 @@ impl Followed {
         self.maps[shard_of(mixed)].entry(block).or_default().runs += 1;
     }
 
-    /// Records that a run that followed the block is gone.
+    /// Records that a run that followed the block was removed.
     pub(super) fn remove(&mut self, mixed: u64, block: SequenceHash) {
         let map = &mut self.maps[shard_of(mixed)];
         let follows = map.get_mut(&block).expect("the run was added");

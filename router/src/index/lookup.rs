@@ -8,13 +8,13 @@ use super::{
 };
 use tandem_kv::{ByTier, SequenceHash, Tier};
 
-/// How far a lookup goes back to a reuse point, so that long prompts do not delay others. Earlier points count as none.
+/// Maximum number of blocks in which a lookup searches backwards for a reuse point, so that long prompts do not delay others. Earlier reuse
+/// points are ignored.
 const REUSE_SEARCH_BLOCKS: u32 = 1 << 12;
 
 /// The rows that lookups see.
 #[derive(Default)]
 pub(super) struct VisibleRows {
-    /// The set of visible rows.
     pub(super) visible: Vec<Visible>,
     /// The worker of each visible row.
     worker_of: Vec<WorkerSlot>,
@@ -74,7 +74,8 @@ impl VisibleRows {
         if self.visible[row as usize / 64].in_order { row as usize } else { self.worker_of[row as usize].0 as usize }
     }
 
-    /// Sets the number of leading blocks, which was 0, to `blocks` for each worker whose row is in `set`: the word number `word` of a set of rows.
+    /// Sets the number of leading blocks to `blocks` for each worker whose row is in `set`, the word with the index `word` of a set of
+    /// rows. These numbers must be 0 before.
     #[inline]
     fn fill(&self, leading: &mut [u32], word: usize, set: u64, blocks: usize) {
         /// The bit of each row in half a word. With constants, the compiler sets several workers' numbers in one instruction.
@@ -135,8 +136,8 @@ impl<'a> LookupState<'a> {
         (active, &mut self.leading)
     }
 
-    /// Visits the next run. Its first `common` blocks are the prompt's blocks after the first `from`. Returns whether some row has cached all of the
-    /// prompt's blocks in the visited runs.
+    /// Visits the next run. Its first `common` blocks are the prompt's blocks after the first `from`. Returns whether some row has cached
+    /// all of the prompt's blocks in the visited runs.
     #[inline]
     fn visit(&mut self, holders: &Holders, from: usize, common: usize) -> bool {
         let view = self.view;
@@ -195,16 +196,16 @@ impl<'a> LookupState<'a> {
 }
 
 impl PrefixIndex {
-    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached and can reuse: up to its last reuse point, if the
-    /// worker has reported [`SequenceHash::REUSE_POINTS`].
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached and can reuse: up to its last reuse point,
+    /// if the worker has reported [`SequenceHash::REUSE_POINTS`].
     ///
     /// If a worker's cache changes during the call, the returned number was right at some time during the call.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
         self.lookup(hashes).0
     }
 
-    /// Returns the result of [`Self::overlap`], and for each worker how many leading blocks it has cached, whether it can reuse them or not. The second
-    /// list is empty if these numbers are equal.
+    /// Returns the result of [`Self::overlap`], and for each worker how many leading blocks it has cached, whether it can reuse them or
+    /// not. The second list is empty if these numbers are equal.
     pub(crate) fn lookup(&self, hashes: &[SequenceHash]) -> (Vec<u32>, Vec<u32>) {
         if let Some(first) = hashes.first() {
             prefetch(&self.shards, shard_of(self.mix(*first)));
@@ -245,7 +246,8 @@ impl PrefixIndex {
         self.with_holders(block, holds).unwrap_or(false)
     }
 
-    /// Lowers the numbers of leading blocks of hybrid models to their last reuse points. Returns the numbers before, if there are such workers.
+    /// Lowers the number of leading blocks of each worker of a hybrid model to the worker's last reuse point. Returns the original numbers
+    /// of all workers; empty if no worker has such a model.
     fn limit_to_reuse_points(&self, hashes: &[SequenceHash], view: &VisibleRows, leading: &mut [u32]) -> Vec<u32> {
         let hybrid = self.with_holders(SequenceHash::REUSE_POINTS, |holders| view.rows_of(holders));
         let Some(mut open) = hybrid else { return Vec::new() };
@@ -268,7 +270,7 @@ impl PrefixIndex {
         held
     }
 
-    /// Calls `read` with the holders of a block that begins prompts; returns `None` if there are none.
+    /// Calls `read` with the holders of a block without a parent; returns `None` if the index does not have it.
     fn with_holders<T>(&self, block: SequenceHash, read: impl FnOnce(&Holders) -> T) -> Option<T> {
         let mixed = self.mix(block);
         // `read_recursive`, because this thread may already hold the read lock of the same shard.
@@ -277,8 +279,9 @@ impl PrefixIndex {
         Some(read(&run.holders))
     }
 
-    /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and the number of the
-    /// prompt's blocks in the run. Stops when `visit` returns false. Returns the number of the prompt's blocks in the visited runs.
+    /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and the
+    /// number of the prompt's blocks in the run. Stops when `visit` returns false. Returns the number of the prompt's blocks in the visited
+    /// runs.
     fn walk(&self, hashes: &[SequenceHash], mut visit: impl FnMut(&Holders, usize, usize) -> bool) -> usize {
         let mut from = 0;
         let shard_from = |from: usize| {
@@ -290,7 +293,8 @@ impl PrefixIndex {
         };
         let mut next = shard_from(0);
         while let Some((mixed, shard)) = next.take() {
-            // `fork` predicts where the next run begins, before this run is read. So the processor reads both runs from memory at the same time.
+            // `fork` predicts where the next run begins, before this run is read. So the processor reads both runs from memory at the same
+            // time.
             let mut guess = 0;
             let found = shard.find(mixed, &hashes[from..], |fork| {
                 guess = fork;

@@ -1,8 +1,8 @@
 //! The blocks that workers had cached and have removed, so that the router can say that a prompt was evicted, when, and where.
 //!
-//! A table of fixed size, [`BYTES`], in which an old entry makes room for a new one. A removal writes one line of memory, and a lookup reads one for
-//! each step of a binary search: caches evict the end of a prompt before its beginning, and the table forgets the oldest entries first, so the
-//! remembered blocks of a prompt are its leading ones. What the table has forgotten counts as never cached.
+//! The table has a fixed size, [`BYTES`]: a new entry replaces the oldest one of its bucket, and a replaced block counts as never cached. A
+//! removal writes one cache line, and a lookup reads one for each step of a binary search. The search works because the remembered blocks
+//! of a prompt are its leading ones: caches evict the end of a prompt before its beginning, and the table forgets the oldest entries first.
 
 use super::prefetch::prefetch;
 use std::sync::{
@@ -15,7 +15,8 @@ const BUCKET_ENTRIES: usize = 8;
 /// The memory of the table: 8 MiB for 1,048,576 blocks. It is allocated when the first block is removed.
 pub(super) const BYTES: usize = size_of::<Bucket>() << BUCKETS_BITS;
 
-/// The parts of an entry, from its lowest bit on: how the block was removed (2 bits: 1 evicted, 2 lost), the owner, the time, and a part of the hash.
+/// The fields of an entry, from its lowest bit on: how the block was removed (2 bits: 1 evicted, 2 lost), the owner, the time, and bits of
+/// the hash.
 const OWNER_BITS: u32 = 12;
 const TIME_BITS: u32 = 22;
 const TIME_SHIFT: u32 = 2 + OWNER_BITS;
@@ -33,7 +34,7 @@ struct Bucket([AtomicU64; BUCKET_ENTRIES]);
 /// The cache from which blocks are removed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RemovedFrom {
-    /// The number of the worker; 0: its blocks are not remembered.
+    /// The owner number of the worker; 0: its blocks are not remembered.
     pub(super) owner: u16,
     /// Whether the worker has left, or its cache was cleared.
     pub(super) lost: bool,
@@ -49,9 +50,9 @@ pub(super) struct RemovedBlocks {
 /// Leading blocks of a prompt that a worker had cached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RemovedPrefix {
-    /// The number of leading blocks, including those that are cached.
+    /// The number of leading blocks, including those that are still cached.
     pub(crate) blocks: u32,
-    /// The number of the worker that removed the last of them, see [`PrefixIndex::set_owner`](super::PrefixIndex::set_owner).
+    /// The owner number of the worker that removed the last of them, see [`PrefixIndex::set_owner`](super::PrefixIndex::set_owner).
     pub(crate) owner: u16,
     /// How long ago it was removed, in seconds.
     pub(crate) age_s: u32,
@@ -94,8 +95,8 @@ impl RemovedBlocks {
         bucket.iter().map(|entry| entry.load(Relaxed)).find(|entry| is_of(*entry, mixed))
     }
 
-    /// Returns how many leading blocks of a prompt of `len` blocks are remembered, beyond the `from` ones that are cached; `None` if no block is.
-    /// `mixed` returns the mixed hash of a block.
+    /// Returns the remembered leading blocks of a prompt of `len` blocks, of which the first `from` are cached; `None` if the next block is
+    /// not remembered. `mixed` returns the mixed hash of a block.
     pub(super) fn prefix(&self, from: usize, len: usize, mixed: impl Fn(usize) -> u64) -> Option<RemovedPrefix> {
         if from >= len {
             return None;
@@ -136,7 +137,7 @@ mod tests {
     use tandem_kv::mix;
 
     #[test]
-    fn removed_blocks_are_found_with_their_owner_and_age_until_newer_ones_need_their_place() {
+    fn removed_blocks_are_found_with_owner_and_age_until_newer_ones_replace_them() {
         let removed = RemovedBlocks::default();
         assert_eq!((removed.prefix(0, 9, |at| mix(at as u64)), removed.bytes()), (None, 0));
         removed.set_time(100);
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn times_that_begin_again_keep_their_distance() {
+    fn age_is_right_after_the_time_wraps_around() {
         let removed = RemovedBlocks::default();
         removed.set_time(u64::from(TIME_MASK) - 5);
         removed.add(mix(1), RemovedFrom { owner: 1, lost: false });

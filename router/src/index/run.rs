@@ -13,7 +13,8 @@ const LINE: usize = 8;
 /// The search for the first difference of two lists of hashes compares this many cache lines at their ends first.
 const LINES: usize = 8;
 
-/// Consecutive blocks of prompts. Each holder of a run has cached at least its first block, and at least one holder has cached its last block.
+/// Consecutive blocks of prompts. Each holder of a run has cached at least its first block, and at least one holder has cached its last
+/// block.
 ///
 /// A run fills one line of the processor's cache, so that a lookup reads only one line for a run that has few holders.
 #[repr(align(64))]
@@ -26,7 +27,8 @@ pub(super) struct BlockRun {
     pub(super) holders: Holders,
 }
 
-/// The rows that have cached leading blocks of a run, and how many leading blocks each has cached. Most runs have few holders and need no bit sets.
+/// The rows that have cached leading blocks of a run, and how many leading blocks each has cached. Most runs have few holders and need no
+/// bit sets.
 #[derive(Clone)]
 pub(super) enum Holders {
     Few(Few),
@@ -46,8 +48,8 @@ const BLOCKS_BITS: u32 = RUN_BLOCKS.ilog2() + 1;
 pub(super) struct Groups {
     /// The number of 64-bit words in a set of rows.
     words: u32,
-    /// The set of all holders, followed by the groups in the order of their numbers of blocks. Each group has its number of blocks and the set of its
-    /// holders.
+    /// The set of all holders, followed by the groups in the order of their numbers of blocks. Each group has its number of blocks and the
+    /// set of its holders.
     sets: Box<[u64]>,
 }
 
@@ -137,7 +139,7 @@ impl BlockRun {
         self.last = self.hashes.last().copied().unwrap_or(SequenceHash(0));
     }
 
-    /// Returns a new run with the blocks from `at` on, and with their holders.
+    /// Returns a new run with a copy of the blocks from `at` on, and with their holders.
     pub(super) fn split_off(&self, at: usize) -> Self {
         let hashes = self.hashes[at..].to_vec();
         let after = |(row, blocks): (u32, u32)| Some((row, blocks.checked_sub(at as u32).filter(|after| *after > 0)?));
@@ -303,7 +305,6 @@ impl Groups {
         }
     }
 
-    /// Returns the number of holders.
     fn len(&self) -> usize {
         self.all().iter().map(|word| word.count_ones() as usize).sum()
     }

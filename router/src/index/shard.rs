@@ -89,13 +89,13 @@ impl std::ops::Deref for Locked {
     }
 }
 
-/// A part of the runs of the index. Lookups see only the runs that are in `heads`.
+/// The runs of one shard. Lookups see only the runs that are in `heads`.
 #[repr(C)]
 pub(super) struct IndexShard {
     runs: Vec<BlockRun>,
-    /// Maps the first block of each run to the run's position in `runs`, plus 1, in the last bits, and its [`BlockRun::fork`] in the bits before.
+    /// Maps the first block of each run to the run's position in `runs`, plus 1, in the last bits, and its [`BlockRun::fork`] in the bits
+    /// before.
     heads: HashTable,
-    /// The link of each run.
     links: Vec<Link>,
     free: Vec<u32>,
     number: usize,
@@ -115,8 +115,8 @@ impl IndexShard {
         self.heads.prefetch(mixed);
     }
 
-    /// Returns the run that begins with the first of `hashes`, and how many of `hashes` are leading blocks of it. Calls `found` with the run's
-    /// [`BlockRun::fork`] before it reads the run.
+    /// Returns the run that begins with the first of `hashes`, and how many of `hashes` are leading blocks of it. Calls `found` with the
+    /// run's [`BlockRun::fork`] before it reads the run.
     #[inline]
     pub(super) fn find(&self, mixed: u64, hashes: &[SequenceHash], found: impl FnOnce(usize)) -> Option<(&BlockRun, usize)> {
         let head = self.heads.find(mixed, |_| true)?;
@@ -125,7 +125,8 @@ impl IndexShard {
         let run = &self.runs[at_of(head)];
         run.holders.prefetch();
         match run.common(hashes) {
-            // The found run begins with another block, whose hash has the same fingerprint. The search is repeated with a comparison of hashes.
+            // The found run begins with another block, whose hash has the same fingerprint. The search is repeated with a comparison of
+            // hashes.
             0 => {
                 let run = self.run(self.begun_by(mixed, hashes[0])?);
                 Some((run, run.common(hashes)))

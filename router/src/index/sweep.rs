@@ -6,8 +6,8 @@ use super::{PrefixIndex, shard::RunId};
 const SLICE_RUNS: usize = 256;
 
 impl PrefixIndex {
-    /// Removes some of the blocks of workers that were removed, or whose caches were cleared or replaced. Returns whether there are more such blocks.
-    /// A call takes less than a millisecond, during which no changes can be applied; lookups are not delayed.
+    /// Removes some of the blocks of workers that were removed, or whose caches were cleared or replaced. Returns whether there are more
+    /// such blocks. A call takes less than a millisecond, during which no changes can be applied; lookups are not delayed.
     pub fn sweep(&self) -> bool {
         let mut writer = self.writer.lock();
         let Some(row) = writer.retired.front().copied() else { return false };

@@ -4,9 +4,9 @@
 //! bucket. A segment that fills up is split in two, so no insertion moves more than 4,097 entries. A slot has 8 bytes: 28 bits of the key's
 //! hash (the fingerprint) and 36 bits of value. The table does not store keys. The caller compares them, and finds them through the values.
 //!
-//! A bucket is one line of the processor's cache: seven slots, and a byte of each slot's fingerprint (its tag), which are compared at once. A
-//! search that visited one slot after another would take branches that are predicted wrongly. An entry whose bucket is full is in the first
-//! of the next buckets that is not.
+//! A bucket is one line of the processor's cache: seven slots, and a byte of each slot's fingerprint (its tag), which are compared at once.
+//! A search that visited one slot after another would have branches that are often mispredicted. An entry whose bucket is full is in the
+//! next bucket that is not full.
 
 use super::prefetch::prefetch;
 
@@ -25,11 +25,12 @@ const VALUE_MASK: u64 = (1 << VALUE_BITS) - 1;
 /// Maximum number of entries of a table. With at most this many entries, a fingerprint has enough bits to select a segment and a bucket.
 pub(super) const ENTRIES_MAX: usize = 100_000_000;
 
-/// A hash table with values from 1 to 2^36 - 1. What a search in a small table reads first is at the beginning.
+/// A hash table with values from 1 to 2^36 - 1. The fields that a search in a small table reads come first.
 #[repr(C)]
 pub(super) struct HashTable {
     depth: u32,
-    /// The only segment of a small table. It is stored here, so that a search in such a table reads only the slots. Unused if `depth` is not 0.
+    /// The only segment of a small table. It is stored here, so that a search in such a table reads only the slots. Unused if `depth` is
+    /// not 0.
     small: Segment,
     segments: Vec<Segment>,
     /// The number of the segment for each prefix of `depth` bits of a fingerprint.
@@ -71,7 +72,7 @@ fn tag(fingerprint: u64) -> u64 {
     (fingerprint >> SEGMENT_BUCKETS.trailing_zeros() & 0xff).max(1)
 }
 
-/// Marks the bytes that are 0 by their highest bits. Bytes after the first one may be marked although they are not 0.
+/// Returns a word in which the highest bit of each byte that is 0 is set. It may also be set in later bytes that are not 0.
 fn zero_bytes(bytes: u64) -> u64 {
     bytes.wrapping_sub(BYTES) & !bytes & BYTES << 7
 }
@@ -156,7 +157,7 @@ impl Segment {
     }
 
     fn entries(&self) -> Vec<u64> {
-        // Each slot is written and then overwritten if it is empty. A branch would be predicted wrongly for a quarter of the slots.
+        // Each slot is written and then overwritten if it is empty. A branch would be mispredicted for a quarter of the slots.
         let (mut entries, mut len) = (vec![0; self.len + 1], 0);
         for slot in self.buckets.iter().flat_map(|bucket| bucket.slots) {
             entries[len] = slot;
@@ -176,8 +177,8 @@ impl Segment {
         }
     }
 
-    /// Moves later entries into the slot `hole`, which was emptied, and into the slots that they leave. A search ends at an empty slot, so no entry
-    /// may be behind one.
+    /// Moves later entries into the emptied slot `hole`, and into the slots that these entries leave. A search ends at an empty slot, so no
+    /// entry may be behind an empty slot at which its search would end.
     #[cold]
     fn refill(&mut self, mut hole: SlotPosition) {
         let mask = self.mask();

@@ -43,14 +43,15 @@ impl Prompts {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// The worker computes the prompt that ends with this block. If `again` is true, the event names blocks that the worker has already stored.
+    /// The worker computes the prompt that ends with this block. If `again` is true, the event names blocks that the worker has already
+    /// stored.
     Store {
         worker: usize,
         block: Index,
         again: bool,
     },
-    /// The worker evicts the last blocks of the prompt that ends with this block, in either order. It may keep blocks after them, and may have cached
-    /// only some of them.
+    /// The worker evicts the last blocks of the prompt that ends with this block, in either order. It may keep blocks after them, and may
+    /// have cached only some of them.
     Evict {
         worker: usize,
         block: Index,
@@ -267,8 +268,8 @@ proptest! {
     }
 }
 
-/// The prompts are longer than a run and have common first blocks. The workers evict blocks at the ends, at the beginnings and in the middle of the
-/// prompts.
+/// The prompts are longer than a run and have common first blocks. The workers evict blocks at the ends, at the beginnings and in the
+/// middle of the prompts.
 #[test]
 fn overlaps_of_long_prompts_with_evicted_blocks_equal_naive_model() {
     let mut random = 1_u64;
@@ -383,8 +384,8 @@ fn memory_of_removed_blocks_is_released() {
     assert_eq!(index.blocks(staying), 1_000);
 }
 
-/// Lookups run while another thread stores and evicts blocks. Each result must have been right at some time: the worker always has the first 300
-/// blocks, and at most 900 blocks.
+/// Lookups run while another thread stores and evicts blocks. Each result must have been right at some time: the worker always has the
+/// first 300 blocks, and at most 900 blocks.
 #[test]
 fn overlap_found_during_changes_was_right_at_some_time() {
     let index = PrefixIndex::new(0);
@@ -441,7 +442,7 @@ proptest! {
             prop_assert_eq!(index.has_first(worker, SequenceHash::REUSE_POINTS), *is_hybrid);
         }
         prop_assert_eq!(index.overlap(&prompt[..asked]), expected);
-        // A removed point no longer counts, nor do those of a worker that has left.
+        // A removed reuse point no longer counts, nor do the reuse points of a worker that has left.
         for (slot, (_, _, points)) in caches.iter().enumerate() {
             let removed: Vec<_> = points.iter().map(|point| prompt[point - 1].reuse_point()).collect();
             index.apply(WorkerSlot(slot as u32), &Change::Removed(removed));

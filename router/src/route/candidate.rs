@@ -95,7 +95,8 @@ pub struct Candidate {
     pub predicted_blocks: u32,
     /// The fraction of the worker's cache that is filled, from 0 to 1. It includes what placed requests are about to store.
     pub cache_filled: f64,
-    /// The number of prompt tokens that the worker has still to compute, including those of placed requests that its report does not include yet.
+    /// The number of prompt tokens that the worker has still to compute, including those of placed requests that its report does not
+    /// include yet.
     pub queued_tokens: u64,
     /// The number of `queued_tokens` that would be computed after this prompt.
     pub behind_tokens: f64,
@@ -109,12 +110,13 @@ pub struct Candidate {
     pub available_blocks: u32,
     /// Blocks of running sequences. They become available when these sequences end.
     pub in_use_blocks: u32,
-    /// The expected total number of tokens of the answers of all requests placed on the worker, including tokens that are generated already.
+    /// The expected total number of tokens of the answers of all requests placed on the worker, including tokens that are generated
+    /// already.
     pub answer_tokens: u64,
     /// The part of a decode worker's time that it has lately spent on prompts that it prefills itself.
     pub local_share: f64,
-    /// The most prompt tokens of a step. A prefill worker sends the KV of a step during the next step; 0: it sends no KV before the prompt is
-    /// computed.
+    /// The most prompt tokens of a step. A prefill worker sends the KV of a step during the next step; 0: it sends no KV before the prompt
+    /// is computed.
     pub step_tokens: u32,
     /// Bytes of KV per block.
     pub block_bytes: u64,

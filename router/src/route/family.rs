@@ -15,7 +15,6 @@ pub struct RankedWorkers<T> {
     pub tie_break: u64,
 }
 
-/// Returns the cheapest of the ranked workers or pairs.
 pub(super) fn cheapest<T>(ranked: impl Iterator<Item = RankedWorkers<T>>) -> Option<RankedWorkers<T>> {
     ranked.min_by(|one, other| one.cost.total_cmp(&other.cost).then(one.tie_break.cmp(&other.tie_break)))
 }

@@ -1,7 +1,7 @@
 //! Chooses the workers of a request: a pure function of the request, the candidates' states, and a seed that breaks ties.
 //!
-//! A [`PolicyKind`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's cost
-//! plus the decode worker's cost, so both are chosen independently within a transfer family instead of comparing all pairs.
+//! A [`PolicyKind`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's
+//! cost plus the decode worker's cost, so both are chosen independently within a transfer family instead of comparing all pairs.
 
 mod candidate;
 mod family;
@@ -136,7 +136,6 @@ fn has_role(workers: &[Candidate], role: WorkerRole) -> bool {
     workers.iter().any(|worker| worker.role == role)
 }
 
-/// Returns why no decode worker is eligible.
 fn why_no_decode_worker(workers: &[Candidate], query: &PlacementQuery) -> NoEligibleWorker {
     if !has_role(workers, WorkerRole::Decode) {
         NoEligibleWorker::NoDecodeWorker

@@ -32,8 +32,8 @@ const LOAD_OF_COMPUTE: ByTier<f64> = [0.0, 0.05, 0.3, 0.3];
 /// The demand on a worker is assumed to be at most this part of its rate. With a demand near the rate, the queue would take forever to become empty.
 const LOAD_MAX: f64 = 0.9;
 
-/// Decode workers differ in how much of their time they spend on prompts. This part of the difference is assumed to last as long as an answer. The
-/// value is fitted to the simulations of docs/routing.md.
+/// Decode workers differ in the share of their time that they spend on prompts. This fraction of the difference is assumed to last as long
+/// as an answer. The value is fitted to the simulations of docs/routing.md.
 const LOCAL_PERSISTENCE: f64 = 0.3;
 
 /// The longest time for which a difference between decode workers is assumed to last.
@@ -43,7 +43,8 @@ const LOCAL_HORIZON_MS: f64 = 5_000.0;
 /// other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Time until the queued prompts that precede this one are computed and running sequences have released the blocks that the prompt needs.
+    /// Time until the queued prompts that precede this one are computed and running sequences have released the blocks that the prompt
+    /// needs.
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
@@ -52,7 +53,7 @@ pub struct Cost {
     /// Time by which the request delays others: prompts in the queue and prompts to come, running answers, and requests whose blocks are evicted from
     /// a full cache. Also the time by which prompts that are computed after this one delay its answer.
     pub interference_ms: f64,
-    /// Time to transfer the blocks that the worker lacks, after the prompt is computed.
+    /// Time of the transfer of the blocks that the worker lacks, without the time that overlaps the computation.
     pub transfer_ms: f64,
     /// Fixed time of the handoff from the prefill worker to the decode worker.
     pub handoff_ms: f64,
@@ -184,8 +185,8 @@ impl RouteRates {
         }
     }
 
-    /// Returns the time to transfer the KV of `tokens` tokens to the worker, without the part that overlaps the computation: the blocks of a step are
-    /// sent while the next step is computed.
+    /// Returns the time to transfer the KV of `tokens` tokens to the worker, without the part that overlaps the computation: the blocks of
+    /// a step are sent while the next step is computed.
     fn transfer_ms(&self, worker: &Candidate, query: &PlacementQuery, tokens: u32) -> f64 {
         let bytes_per_second = self.transfer_bytes_per_second.get(&worker.family);
         let bytes_per_second = bytes_per_second.copied().unwrap_or(self.costs.transfer_bytes_per_second);
@@ -198,8 +199,9 @@ impl RouteRates {
         }
     }
 
-    /// Returns the total delay, by `compute_ms` of computation, of the prompts that will arrive before the worker is idle: before it has computed its
-    /// queue, this prompt and what arrives meanwhile. Each is delayed by at most its own length, because a shorter prompt precedes this one.
+    /// Returns the total delay that `compute_ms` of computation causes to the prompts that arrive before the worker is idle, that is,
+    /// before it has computed its queue, this prompt and the prompts that arrive meanwhile. Each is delayed by at most its own duration,
+    /// because a shorter prompt precedes this one.
     fn later_ms(&self, worker: &Candidate, workers: usize, compute_ms: f64) -> f64 {
         let rate = self.rate(worker);
         let (WorkerDemand { prompts, tokens }, workers) = (self.demand.of(worker.role), workers as f64);
@@ -211,15 +213,16 @@ impl RouteRates {
         busy_s * prompts / workers * compute_ms.min(tokens / prompts / rate * 1e3)
     }
 
-    /// Returns the cost of the delay of `sequences` answers by `prefill_ms` of prefill. It grows with their number to the power ¾. If it were
-    /// proportional, placements would follow differences between workers that are over before the prompts are computed (docs/routing.md).
+    /// Returns the cost of the delay of `sequences` answers by `prefill_ms` of prefill. It grows with their number to the power ¾. If it
+    /// were proportional, placements would react to differences between workers that end before the prompts are computed (docs/routing.md).
     fn answers_ms(&self, prefill_ms: f64, sequences: u32) -> f64 {
         let root = f64::from(sequences).sqrt();
         prefill_ms * root * root.sqrt() * self.costs.answer_preference
     }
 
-    /// Returns the cost of the delay of the request's answer by later prompts on its decode worker. So answers gather on workers that compute few
-    /// prompts, and prompts on workers with few answers. Without remote prefills all workers compute prompts alike, so the cost is 0.
+    /// Returns the cost of the delay of the request's answer by later prompts on its decode worker. So answers gather on workers that
+    /// compute few prompts, and prompts on workers with few answers. Without remote prefills all workers compute prompts alike, so the cost
+    /// is 0.
     fn prompts_to_come_ms(&self, worker: &Candidate) -> f64 {
         let [remote, local] = [WorkerRole::Prefill, WorkerRole::Decode].map(|role| self.demand.of(role).tokens);
         let remote_part = if remote > 0.0 { remote / (remote + local) } else { 0.0 };
@@ -241,8 +244,8 @@ impl RouteRates {
     }
 }
 
-/// A policy estimates the milliseconds to the first token, and by how many milliseconds others are delayed (docs/adr/005-routing-cost.md). The worker
-/// with the lowest cost is chosen. Costs are comparable only within one policy.
+/// A policy estimates the milliseconds to the first token, and by how many milliseconds others are delayed (docs/adr/005-routing-cost.md).
+/// The worker with the lowest cost is chosen. Costs are comparable only within one policy.
 impl PolicyKind {
     fn uses_caches(self) -> bool {
         self == Self::KvAware
@@ -297,7 +300,8 @@ impl PolicyKind {
         let prefill = self.prefill(query, rates, worker, workers);
         let new_tokens = worker.new_tokens(query, self.known_blocks(worker));
         let new_blocks = new_tokens.div_ceil(u64::from(query.block_size));
-        // Running answers wait only while the device computes the prompt, so the delay follows from the device's rate, not from the shared rate.
+        // Running answers wait only while the device computes the prompt, so the delay follows from the device's rate, not from the shared
+        // rate.
         let fixed_ms = if new_tokens > 0 { rates.fixed_ms(worker) } else { 0.0 };
         let computed_ms = fixed_ms + new_tokens as f64 / rates.device_rate(worker) * 1e3;
         let others_ms = rates.answers_ms(computed_ms, worker.sequences);

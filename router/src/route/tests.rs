@@ -5,7 +5,6 @@ mod family;
 use super::*;
 use crate::{rates::Measurement, settings::PolicyKind};
 
-/// Returns a new measurement of this value.
 fn measured(value: f64) -> Option<Measurement> {
     Measurement::log(value).map(|log| Measurement::new(log, 1.0))
 }
@@ -279,8 +278,8 @@ fn local_prefill_is_charged_for_the_answers_that_it_delays() {
         let workers = [one, Candidate { queued_tokens, ..decode() }];
         placed(&local, &workers).expect("the request can be placed").0 == 0
     };
-    // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 16 answers costs 8 times (16 to the power ¾) as much as of
-    // one.
+    // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 16 answers costs 8 times (16 to the power ¾) as much
+    // as of one.
     for (sequences, tokens) in [(1, 710), (16, 5_760)] {
         let busy = Candidate { sequences, ..decode() };
         assert!(is_first(busy.clone(), tokens + 1) && !is_first(busy, tokens - 1), "{sequences}");
@@ -319,7 +318,8 @@ fn charge_for_later_prompts_is_proportional_to_the_queue_of_the_worker() {
         by_use[1].prefill.expect("it can be used").interference_ms
     };
     let idle = costs(0, WorkerDemand::default());
-    // Ten prompts of 50 ms arrive in a second, half of what the worker can compute. So it is idle after 2 s, or after 8 s if 3 s of work are queued.
+    // Ten prompts of 50 ms arrive in a second, half of what the worker can compute. So it is idle after 2 s, or after 8 s if 3 s of work
+    // are queued.
     let demand = WorkerDemand { prompts: 10.0, tokens: 500.0 };
     assert!((costs(0, demand) - idle - 2.0 * 10.0 * 50.0).abs() < 1e-6);
     assert!((costs(3_000, demand) - idle - 8.0 * 10.0 * 50.0).abs() < 1e-6);
@@ -342,7 +342,8 @@ fn prompt_waits_for_half_of_a_running_step_of_prompts_that_it_precedes() {
         assert_eq!(queue_ms(behind_tokens, step_tokens), expected, "{behind_tokens} {step_tokens}");
     }
     assert_eq!(queue_ms(5_000.0, 0), 0.0, "the steps of external engines are not known");
-    // Prompts have half of each step, and answers the other half, 10 ms. A step takes 20 ms, of which half is left.
+    // Prompts have half of each step, and answers the other half, 10 ms. So a step takes 20 ms. On average, half of the running step is
+    // left.
     let short = Candidate { queued_tokens: 5_000, behind_tokens: 5_000.0, step_tokens: 512, prompt_share: 0.5, ..decode() };
     let policy = PolicyKind::KvAware;
     let by_use = costs_by_use(policy, &Costs::default(), ByRole::default(), &query(100), &[short]);
@@ -350,7 +351,7 @@ fn prompt_waits_for_half_of_a_running_step_of_prompts_that_it_precedes() {
 }
 
 #[test]
-fn prompts_take_longer_while_answers_run_but_delay_answers_no_longer() {
+fn running_answers_slow_prompts_but_do_not_increase_the_delay_of_answers() {
     let cost = |prompt_share| {
         let prefill_fixed_ms = measured(10.0);
         let (queued_tokens, behind_tokens) = (500, 400.0);
@@ -429,8 +430,8 @@ fn blocks_that_running_answers_are_expected_to_need_are_charged() {
     let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
     let waits =
         |answer_tokens, queued| placed(&local, &[busy(answer_tokens), queue(queued)]).expect("the request can be placed").0 == 0;
-    // 110 blocks are available. The prompt needs 100, and running answers of 1,600 tokens are expected to need 50 more. So 40 blocks are lacking, a
-    // fifth of the 200 that answers release within 5 s.
+    // 110 blocks are available. The prompt needs 100, and running answers of 1,600 tokens are expected to need 50 more. So 40 blocks are
+    // lacking, a fifth of the 200 that answers release within 5 s.
     assert!(waits(0, 1) && waits(320, 1));
     assert!(waits(1_600, 1_001) && !waits(1_600, 999));
 }

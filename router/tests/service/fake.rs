@@ -147,7 +147,6 @@ impl FakeWorker {
         }
     }
 
-    /// Returns the router's next request for a snapshot.
     pub async fn snapshot_requested(&mut self) -> FakeSnapshot {
         soon(self.snapshots.recv()).await.expect("the server runs")
     }
@@ -224,7 +223,6 @@ pub fn stored(parent: Option<u64>, numbers: &[u64]) -> Change {
     Change::Stored(chain(parent, numbers))
 }
 
-/// A router under test.
 pub struct TestRouter {
     pub client: RouterClient<Channel>,
     pub metrics: Metrics,

@@ -1,4 +1,4 @@
-//! What the log and the readiness say about workers that are lost, drain or must not join.
+//! Log lines and readiness reasons about workers that are lost, drain or must not join.
 
 use super::fake::*;
 use std::{fs::File, sync::Arc};
@@ -15,7 +15,7 @@ fn log_to(file: &tempfile::NamedTempFile) -> DefaultGuard {
 }
 
 #[tokio::test]
-async fn lost_worker_is_a_warning_and_a_drain_is_information() {
+async fn lost_worker_is_logged_as_a_warning_and_a_draining_worker_as_information() {
     for (end, level, words) in [
         (
             Status::unavailable("the engine hangs"),

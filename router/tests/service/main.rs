@@ -238,8 +238,8 @@ async fn booking_lasts_until_its_stream_ends() {
     router.until(bookings(3, 3, 3)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
-    // The first request has its first token. The assumed overlap of two blocks is compared with the reported cached tokens once, even if they are
-    // reported later.
+    // The first request has its first token. The assumed overlap of two blocks is compared with the reported cached tokens once, even if
+    // they are reported later.
     routes[0].prefill_finished(None);
     router.until(bookings(2, 3, 3)).await;
     routes[0].prefill_finished(Some(16));
@@ -285,8 +285,8 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // The worker `mine` reports the booked request. Its load is 10 blocks. If the booking were still added, the load would be 20 blocks, more than
-    // that of `other`.
+    // The worker `mine` reports the booked request. Its load is 10 blocks. If the booking were still added, the load would be 20 blocks,
+    // more than that of `other`.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;

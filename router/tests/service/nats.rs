@@ -168,8 +168,8 @@ async fn forged_event_batches_are_ignored_and_signed_ones_are_applied() {
     scenario.publish_until_indexed(4..=4).await;
     let forger = broker(&scenario.server, &ClusterKey::default(), &Metrics::default()).await;
     soon(forger.until(true)).await;
-    // The first forged event has the next id. If the router accepted it, it would ignore the real event with that id. The second forged event would
-    // leave a gap.
+    // The first forged event has the next id. If the router accepted it, it would ignore the real event with that id. The second forged
+    // event would leave a gap.
     for event_id in [5, 50] {
         let events = vec![KvEvent { event_id, change: stored(None, &[666, 667]) }];
         let batch = KvBatch { last_event_id: event_id, events, ..Default::default() };

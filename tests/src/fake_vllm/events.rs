@@ -100,8 +100,8 @@ impl Publisher {
         self.command(|reply| Command::PublishBytes(payload, reply)).await
     }
 
-    /// Makes the publisher not send the next `batches` batches to subscribers, as if the subscribers were too slow. The batches can still be
-    /// replayed.
+    /// Makes the publisher not send the next `batches` batches to subscribers, as if the subscribers were too slow. The batches can still
+    /// be replayed.
     pub async fn drop_next(&self, batches: usize) -> Result<()> {
         self.command(|reply| Command::DropNext(batches, reply)).await
     }
@@ -126,7 +126,8 @@ impl Publisher {
         self.command(|reply| Command::Reopen { as_other_process: false, reply }).await?
     }
 
-    /// Restarts the publisher at the same endpoints, like a new process: batch numbers start at 0 again, and earlier batches cannot be replayed.
+    /// Restarts the publisher at the same endpoints, like a new process: batch numbers start at 0 again, and earlier batches cannot be
+    /// replayed.
     pub async fn restart(&self) -> Result<()> {
         self.command(|reply| Command::Reopen { as_other_process: true, reply }).await?
     }

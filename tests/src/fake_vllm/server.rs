@@ -164,7 +164,8 @@ impl FakeVllm {
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();
         serving.spawn(async move {
-            // As in vLLM's server, Nagle's algorithm is disabled. Otherwise an event would wait until the client has acknowledged the one before.
+            // As in vLLM's server, Nagle's algorithm is disabled. Otherwise an event would wait until the client has acknowledged the one
+            // before.
             let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
             let _ = axum::serve(listener, routes).await;
         });

@@ -42,7 +42,7 @@ pub(super) struct Outcome {
     pub(super) end: End,
 }
 
-/// The way in which the request ended.
+/// How the request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum End {
     /// The client disconnected before the end of the response.
@@ -108,7 +108,8 @@ async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpe
 }
 
 impl Outcome {
-    /// Returns the status of the response, or that of the refusal with which a stream ended, and after how many seconds the client may try again.
+    /// Returns the status of the response, or of the refusal with which a stream ended, and the number of seconds after which the client
+    /// may try again.
     pub(super) fn verdict(&self) -> (Option<u16>, Option<u64>) {
         let answer = self.answer().ok().filter(|_| self.streamed);
         let refused = answer.and_then(|answer| answer.frames.into_iter().find(|frame| frame["error"]["code"] == "overloaded"));

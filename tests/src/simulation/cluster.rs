@@ -35,7 +35,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// The same value as in production (`tandem/cluster/parts`).
+/// The maximum time to a first token, as in production (`crates/tandem/src/cluster/parts.rs`).
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
 const OBSERVER: &str = "observer";
@@ -319,8 +319,8 @@ impl SimulatedCluster {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Checks, for each worker, that the overlap reported by the router equals the number of the prompt's leading blocks that the worker has
-    /// cached.
+    /// Checks, for each worker, that the overlap reported by the router equals the number of the prompt's leading blocks that the worker
+    /// has cached.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {
             model: "sim".to_owned(),

@@ -9,8 +9,8 @@ pub(super) struct Log(Arc<Mutex<State>>);
 
 struct State {
     start: Instant,
-    /// The sum of the hashes of all records with their times. The sum does not depend on the order of records that have the same time. That order
-    /// varies, because a draining server wakes its connections in any order.
+    /// The sum of the hashes of all records with their times. The sum does not depend on the order of records that have the same time. That
+    /// order varies, because a draining server wakes its connections in any order.
     trace: u64,
     lines: Vec<String>,
 }

@@ -1,7 +1,8 @@
 //! Simulates the whole cluster on a simulated network, in simulated time. A seed determines the clients' requests and the faults.
 //!
-//! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks the answers.
-//! `cluster` checks that all resources are released and that the router's index is correct. The usage is audited as an operator would audit it.
+//! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks the
+//! answers. `cluster` checks that all resources are released and that the router's index is correct. The usage is audited as an operator
+//! would audit it.
 
 mod client;
 mod cluster;
@@ -41,15 +42,15 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 
-/// Time limit of a request after all faults have ended: the duration of the last attempt on the slowest engine, from the wait for the first token to
-/// the last token.
+/// Time limit of a request after all faults have ended: the duration of the last attempt on the slowest engine, from the wait for the first
+/// token to the last token.
 const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// Time limit, after the end of the last request, for releasing all resources and for all processes to know the state of the other ones.
+/// Time limit, after the end of the last request, until all resources are released and each process knows the state of the others.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
 /// The interval at which the cluster's state is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// A frontend closes a connection on which no complete request head has arrived within this time. So a fault that delays a client for longer breaks
-/// the client's connection.
+/// A frontend closes a connection on which no complete request head has arrived within this time. So a fault that delays a client for
+/// longer breaks the client's connection.
 const HEAD_MAX: Duration = Duration::from_secs(10);
 /// After this time all circuit breakers admit requests again.
 const RECOVERY: Duration = Duration::from_secs(31);
@@ -80,7 +81,7 @@ impl Report {
 pub fn run(seed: u64) -> Report {
     let panics = count_panics();
     let mut random = Random::new(seed);
-    // The jitter of retries is drawn from this thread's random generator.
+    // The jitter of retries comes from this thread's random generator.
     fastrand::seed(seed);
     let plan = Plan::of(&mut random);
     let expected = |requests: &[RequestSpec]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
@@ -145,7 +146,7 @@ pub fn run_all(seeds: std::ops::Range<u64>, on_report: impl FnMut(Report) -> boo
 struct ClusterRun {
     violations: Vec<String>,
     outcomes: Vec<Outcome>,
-    /// True if the cluster became idle at the end of the run.
+    /// Whether the cluster became idle at the end of the run.
     settled: bool,
 }
 
@@ -281,8 +282,8 @@ async fn inject_faults(plan: &Plan, cluster: &mut SimulatedCluster) {
     }
 }
 
-/// Waits until the cluster is idle and the router's view of it is correct. If the time limit passes first, returns a description of the first
-/// problem.
+/// Waits until the cluster is idle and the router's view of it is correct. If the time limit passes first, returns a description of the
+/// first problem.
 async fn settle(cluster: &SimulatedCluster) -> Result<Option<String>> {
     let deadline = Instant::now() + SETTLE_MAX;
     loop {

@@ -1,7 +1,7 @@
 //! A simulated network in memory. Hosts have names. The delivery of bytes between two hosts takes time, and can be delayed or interrupted.
 //!
-//! The network affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the connection
-//! broke. Within a connection, bytes are neither lost nor reordered.
+//! The network affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
+//! connection broke. Within a connection, bytes are neither lost nor reordered.
 
 use super::{log::Log, random::Random};
 use parking_lot::{Mutex, MutexGuard};
@@ -68,12 +68,12 @@ struct Open {
     broken: oneshot::Sender<Broken>,
 }
 
-/// The cause of the break of a connection.
+/// The cause for which a connection broke.
 enum Broken {
     /// A fault between the connection's ends: both ends detect it at once.
     Cut,
-    /// One host is down: if `dialled` is true, the host to which the connection was made, otherwise the host that made it. The other host detects
-    /// this when the network delivers a packet.
+    /// One host is down: if `dialled` is true, the host to which the connection was made, otherwise the host that made it. The other host
+    /// detects this when the network delivers a packet.
     HostDown { dialled: bool },
 }
 

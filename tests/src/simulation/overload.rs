@@ -26,7 +26,7 @@ const SATURATING: usize = 60;
 const MEASURED: Duration = Duration::from_secs(20);
 const SATURATED_AFTER: Duration = Duration::from_secs(10);
 const PROMPT_TOKENS: usize = 1_000;
-/// The number of requests to the idle cluster, and the number of the first one. No other request has these numbers.
+/// The number of requests to the idle cluster. The first of them has the id below, and no other request has these ids.
 const IDLE: usize = 20;
 const IDLE_FIRST: usize = 90_000_000;
 
@@ -47,7 +47,7 @@ pub struct Overload {
     pub urgent_percent: u64,
 }
 
-/// The better one of the two priorities.
+/// The better of the two priorities.
 pub const URGENT: i32 = -1;
 
 /// A request that was sent under overload. Times count from the start of the overload.
@@ -69,18 +69,18 @@ pub struct Sent {
     pub complete: bool,
 }
 
-/// What a cluster did under overload.
+/// The measurements of a cluster under overload.
 #[derive(Debug)]
 pub struct Overloaded {
     /// The number of first tokens per second of the saturated cluster.
     pub capacity: f64,
     /// Times to the first tokens of requests that were sent one after the other to the idle cluster; empty if no request is urgent.
     pub idle_first_tokens: Vec<Duration>,
-    /// Times to the first tokens of the urgent requests if a cluster receives them at the same times, but no others.
+    /// Times to the first tokens of the urgent requests if a cluster receives only these requests, at the same times.
     pub alone_first_tokens: Vec<Duration>,
     /// All requests, in the order of their times.
     pub requests: Vec<Sent>,
-    /// The time from the last request until nothing ran and nothing was held any more.
+    /// The time from the last request until the cluster was idle and held no resource.
     pub quiet_after: Duration,
     /// Attempts that failed.
     pub failed_attempts: f64,
@@ -160,7 +160,7 @@ impl Overload {
                 exchange.await
             });
         }
-        // The last request is sent by then.
+        // At this time, the last request has been sent.
         sleep_until(started + self.lasts).await;
         let mut outcomes = Vec::new();
         while let Some(client) = clients.join_next().await {
@@ -201,13 +201,13 @@ pub struct Full {
     pub capacity_blocks: u32,
     /// The number of long answers.
     pub long: usize,
-    /// Whether the router can know how long they are.
+    /// Whether the router can know the lengths of the long answers.
     pub known_length: bool,
     /// The time for which a request may wait in the queue.
     pub max_wait: Duration,
 }
 
-/// What happened to the requests that arrived at a full cluster.
+/// The outcomes of the requests that arrived at a full cluster.
 #[derive(Debug)]
 pub struct FullCluster {
     /// The requests that arrived while the long answers ran.
@@ -260,7 +260,7 @@ impl Full {
             let never = (!self.known_length).then(|| "a text that no answer has".to_owned());
             long.spawn(exchange(&cluster, RequestSpec { max_tokens: LONG, stop: never, ..short(number, Duration::ZERO) }));
         }
-        // All long answers have begun by then.
+        // At this time, all long answers have begun.
         sleep_until(Instant::now() + Duration::from_secs(2)).await;
         let mut arriving = JoinSet::new();
         let started = Instant::now();
@@ -322,7 +322,7 @@ async fn settled(cluster: &SimulatedCluster) -> Result<()> {
     Ok(())
 }
 
-/// Returns a request whose prompt no other one shares.
+/// Returns a request whose prompt shares no block with those of other requests.
 fn request(number: usize, at: Duration) -> RequestSpec {
     let prompt = format!("{number:08} of all the requests; ");
     RequestSpec {

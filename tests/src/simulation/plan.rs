@@ -7,7 +7,8 @@ use tandem_devices::sim::SimSettings;
 use tandem_engine::EngineSettings;
 use tandem_router::PrefillPlace;
 
-/// The first period of the simulation, in milliseconds. All faults start in it, and all requests are sent in it except [`Plan::afterwards`].
+/// The first period of the simulation, in milliseconds. All faults start in it, and all requests are sent in it except
+/// [`Plan::afterwards`].
 const ACTIVE_MS: u64 = 12_000;
 pub(super) const BLOCK_SIZE: u32 = 16;
 /// The maximum number of faults in one plan.
@@ -198,8 +199,8 @@ fn hosts() -> Vec<Role> {
     HOSTS.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count)).collect()
 }
 
-/// Returns the pairs of hosts that communicate, in both orders. Hosts are numbered in the order of `hosts`; the number after the last one is the
-/// clients' host.
+/// Returns the pairs of hosts that communicate, in both orders. Hosts are numbered in the order of `hosts`; the number after the last one
+/// is the clients' host.
 fn pairs(hosts: &[Role]) -> Vec<(usize, usize)> {
     let communicate = |one: usize, other: usize| {
         matches!(

@@ -79,8 +79,8 @@ async fn usage_has_the_engines_count_of_cached_tokens() -> Result<()> {
                 options["stream_options"] = json!({ "include_usage": true });
             }
             if stopped {
-                // The engine ignores stop strings; the frontend finds them in the text. Each generated token is a stop string with a probability of
-                // 1/64.
+                // The engine ignores stop strings; the frontend finds them in the text. Each generated token is a stop string with a
+                // probability of 1/64.
                 (options["stop"], options["max_tokens"]) = (json!(stops), json!(1_500));
             }
             let request = endpoint.request("fake", &prose(&name, 300), options);

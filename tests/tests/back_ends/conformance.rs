@@ -1,4 +1,5 @@
-//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM server and with a llama.cpp server.
+//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM server and with a llama.cpp
+//! server.
 
 use super::*;
 use std::any::Any;
@@ -362,7 +363,7 @@ async fn cached_blocks_are_reported_without_gaps_and_in_snapshots() -> Result<()
     Ok(())
 }
 
-/// The test does not apply to a back end that cannot exchange KV: it prefills only prompts of its own generations.
+/// The test does not apply to a back end that cannot exchange KV, because such a back end prefills only prompts that it also generates for.
 #[tokio::test]
 async fn cached_tokens_of_a_remote_prefill_are_reported_before_its_kv() -> Result<()> {
     for back_end in BackEnd::all(FAST).await? {

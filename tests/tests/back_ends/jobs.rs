@@ -82,15 +82,15 @@ async fn cancelled_job_reports_cached_tokens_and_a_dropped_job_is_aborted() -> R
     Ok(())
 }
 
-/// Only the first sample reports the number of cached tokens, whichever sample ends first. A cancellation before its first token leaves no number,
-/// because vLLM then reports 0 cached tokens even if it had found some.
+/// Only the first sample reports the number of cached tokens, whichever sample ends first. A cancellation before its first token leaves no
+/// number, because vLLM then reports 0 cached tokens even if it had found some.
 #[tokio::test]
 async fn cancelled_samples_report_cached_tokens_once() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     for round in 0..20 {
         let mut job = adapter.generate(Generate { samples: 3, ..generate(&prompt(round, 100), 3_000) }).await?;
-        // In every other round the job is cancelled before its first token.
+        // In every second round, the job is cancelled before its first token.
         let mut begun = [round % 2 == 1; 3];
         while begun.contains(&false) {
             if let Some(Event::Token { sample, .. }) = next(&mut *job).await? {

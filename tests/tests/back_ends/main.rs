@@ -1,5 +1,5 @@
-//! Tests of the back ends of workers. `conformance` tests the behaviour that all of them share; the other modules test properties of external
-//! engines. The adapter is tested with fake vLLM and llama.cpp servers, over real sockets.
+//! Tests of the back ends of workers. `conformance` tests the behaviour that all of them share; the other modules test properties of
+//! external engines. The adapter is tested with fake vLLM and llama.cpp servers, over real sockets.
 
 mod cluster;
 mod conformance;

@@ -14,8 +14,8 @@ fn reusable(prompt_tokens: u64) -> u64 {
     (prompt_tokens - 1) / BLOCK_SIZE * BLOCK_SIZE
 }
 
-/// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. All full blocks before the last token must be cached when it
-/// is sent the second time. When it is sent the first time, only tokens of the prefix that all chats share may be cached.
+/// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. All full blocks before the last token must be
+/// cached when it is sent the second time. When it is sent the first time, only tokens of the prefix that all chats share may be cached.
 async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
     let place = settings.router.prefill;
     let cluster = start(settings).await?;

@@ -22,12 +22,12 @@ async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpSt
     Ok(connection)
 }
 
-/// The number of tokens that are generated before the client reads them is bounded. Meanwhile other requests are served. No text is lost.
+/// The number of tokens that are generated but not yet read is bounded, other requests are served meanwhile, and no text is lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()> {
     const TOKENS: u64 = 15_000;
-    // Maximum number of tokens that are generated but not yet read. The sockets buffer some megabytes, and the answer has more than one KiB per
-    // token.
+    // Maximum number of tokens that are generated but not yet read. The sockets buffer some megabytes, and the answer has more than one KiB
+    // per token.
     const AHEAD_MAX: f64 = 10_000.0;
     let mut settings = sim_settings_with(PrefillPlace::Local);
     // With a finite speed-up, each step would sleep for at least a millisecond.

@@ -116,7 +116,7 @@ async fn every_constraint_parameter_works_on_both_endpoints() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_that_cannot_be_constrained_are_refused_with_the_part_at_fault() -> Result<()> {
+async fn constraints_that_cannot_be_enforced_are_refused_with_the_part_at_fault() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let schema = json!({ "type": "object", "properties": { "a": { "type": "array", "contains": {} } } });

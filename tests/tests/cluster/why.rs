@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use tandem::settings::{PrefillPlace, UpSettings};
 use tandem_tests::{Answer, Client, Endpoint, TestCluster, prose, sim_settings_with, start, wait_until};
 
-/// A cluster with what its clients have received.
+/// A cluster, and the sums of what its clients have received.
 struct Explained {
     cluster: TestCluster,
     client: Client,
@@ -22,8 +22,8 @@ impl Explained {
         Ok(Self { cluster, client, sums: BTreeMap::new(), prompt_tokens: 0, cached_tokens: 0 })
     }
 
-    /// Sends a prompt of its own and waits until the router knows what the workers have cached then. Checks that each token of the prompt was cached or
-    /// has a cause, and returns the prompt's details.
+    /// Sends a prompt, and waits until the router knows the workers' caches. Checks that each token of the prompt was cached or has a
+    /// cause, and returns the prompt's details.
     async fn ask(&mut self, text: &str, salt: &str) -> Result<Value> {
         let mut request = Endpoint::Completions.request(&self.cluster.model_id(), text, json!({ "max_tokens": 1 }));
         if !salt.is_empty() {
@@ -48,8 +48,8 @@ impl Explained {
         Ok(())
     }
 
-    /// Checks that the sums of the answers are those of the router's metrics, of the dashboard's history and of the ledger. What clients see as new text
-    /// may be a prompt of another namespace.
+    /// Checks that the sums of the answers equal those of the router's metrics, of the dashboard's history and of the ledger. Clients may
+    /// see blocks of another namespace as new text.
     async fn end(self) -> Result<()> {
         self.cluster.assert_usage_reconciles(&self.client).await?;
         let text = self.client.get("/metrics").await?.1;

@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, timeout};
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// The interval of polling for a state that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(30);
-/// The longest way to an element of a page by the key Tab.
+/// The maximum number of times that Tab is pressed to reach an element of a page.
 const STEPS_MAX: u32 = 80;
 
 /// Runs the browser with the protocol's pipes as its file descriptors 3 and 4.

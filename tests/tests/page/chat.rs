@@ -8,7 +8,7 @@ use tandem_tests::{Client, prose, wait_until};
 
 const MODEL: &str = "m";
 const SECRET: &str = "wisteria";
-/// A text with all that the page shows, and with all that it must not do.
+/// A text with all Markdown that the page shows, and with attacks that it must not execute.
 const HOSTILE: &str = r#"# A heading
 **bold**, *italics*, `code <b>`, [a link](https://example.org/), [inert](javascript:document.title='owned'), ![p](https://example.org/x.png)
 
@@ -25,7 +25,8 @@ const HOSTILE: &str = r#"# A heading
 <script>document.title='owned'</script><img src="x" onerror="document.title='owned'"><a href="javascript:document.title='owned'">y</a>
 [inert](data:text/html,<script>document.title='owned'</script>) **unclosed"#;
 
-/// Replaces the answers of the API by streams of these pieces of text. A stream ends after its pieces if `ends`, otherwise when it is cancelled.
+/// Replaces the answers of the API by streams of these pieces of text. A stream ends after its pieces if `ends`, otherwise when it is
+/// cancelled.
 fn scripted(pieces: &[Value], ends: &str) -> String {
     format!(
         "window.fetch = async (path, {{ signal }}) => new Response(new ReadableStream({{
@@ -146,7 +147,7 @@ async fn markdown_of_a_hostile_answer_is_shown_and_stays_inert() -> Result<()> {
     let shown = browser.value("document.querySelector('.text').textContent").await?;
     ensure!(shown.as_str().is_some_and(|text| text.contains("[inert](javascript:") && text.ends_with("**unclosed")), "{shown}");
     looks::are_good(&mut browser, "chat-markdown").await?;
-    // A text of unclosed marks takes no more time than its length is worth.
+    // The time for a text of unclosed marks must not grow with the square of its length.
     let slow = "import('/chat/markdown.js').then(({ showMarkdown }) => {
         const began = performance.now();
         for (const mark of ['*', '**a', '`', '_a ', '[', '- ', '> ', '\\n- ', '(`', '~~~\\n']) showMarkdown(document.createElement('div'), mark.repeat(20_000));
@@ -176,7 +177,7 @@ async fn answer_is_stopped_by_key_and_by_button_and_errors_are_shown() -> Result
         let stopped = "[...document.querySelectorAll('.problem')].filter((line) => line.textContent === 'Stopped.').length";
         browser.until(&format!("{stopped} === {turn} && !document.getElementById('chat-send').disabled")).await?;
     }
-    // A refusal is shown in the API's own words. One for want of a key asks for it.
+    // The page shows the API's own message of a refusal. If the key is missing, the page shows the field for it.
     let refusal = |status: u32, message: &str| {
         let body = json!({ "error": { "message": message } }).to_string();
         format!("window.fetch = async () => new Response({}, {{ status: {status} }})", json!(body))

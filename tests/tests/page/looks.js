@@ -1,4 +1,4 @@
-// Returns what is wrong with the look of the page that is open: texts, each with a problem and the element that has it.
+// Returns the problems with the look of the open page: texts, each with a problem and its element.
 (() => {
   const CONTRAST_MIN = 4.5;
   const TARGET_MIN = 24;
@@ -14,7 +14,7 @@
     problems.push(`the page is ${document.documentElement.scrollWidth} px wide in a window of ${window.innerWidth} px`);
   }
 
-  // A text that is cut off must be in a container that scrolls, and the reader must see that it does.
+  // A text that is cut off must be in a container that scrolls, and the reader must see that it scrolls.
   const scrolls = (element) => ['auto', 'scroll'].includes(getComputedStyle(element).overflowX);
   const hasSign = (element) => element.matches('pre') || (element.matches('.wide') && (window.innerWidth > 736 || (element.previousElementSibling?.matches('.sideways') && shown(element.previousElementSibling))));
   const hasText = (element) => [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim() !== '');

@@ -1,5 +1,6 @@
-//! How the pages look in each window: nothing wider than the window, no text cut off, targets that a finger can hit, contrast. If `TANDEM_AXE`
-//! is the path of axe-core's `axe.min.js`, its rules are checked as well; `ci/test.sh` downloads it.
+//! Checks the look of the pages in each window: no element is wider than the window, no text is cut off, buttons are large enough for a
+//! finger, and contrast is sufficient. If `TANDEM_AXE` is the path of axe-core's `axe.min.js`, its rules are checked, too; `ci/test.sh`
+//! downloads it.
 
 use crate::{DESK, PHONE, browser::Browser};
 use anyhow::{Context, Result};

@@ -26,7 +26,6 @@ const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
 const SECRET: &str = "wisteria";
 /// Time limit until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const PHONE: (u32, u32) = (400, 800);
 const DESK: (u32, u32) = (1440, 900);
@@ -187,7 +186,7 @@ async fn shows_the_history(browser: &mut Browser) -> Result<()> {
     browser.open(url.as_str().context("the page has no URL")?).await?;
     browser.until("document.getElementById('state')?.textContent === 'Ready'").await?;
     for chart in ["hit-rate", "overlap-blocks"] {
-        // A period with one point alone is a dot.
+        // A single point is drawn as a dot.
         browser.until(&format!("document.querySelectorAll('#{chart} .dot, #{chart} .line').length > 0")).await?;
     }
     Ok(())
@@ -339,7 +338,7 @@ async fn dashboard_matches_metrics_in_a_real_browser() -> Result<()> {
     shows_chunks(&mut browser, &client).await?;
     explains(&mut browser, &client).await?;
     explains_every_term(&mut browser).await?;
-    // The explanation and the timeline are open, so that their tables are looked at as well.
+    // The explanation and the timeline are opened, so that their tables are checked as well.
     browser.value("document.querySelector('#recent tbody button').click()").await?;
     looks::are_good(&mut browser, "timeline").await?;
     browser.press("Escape").await?;

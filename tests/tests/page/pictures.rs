@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use tandem_tests::{Client, Endpoint, prose};
 
-/// The size of the pictures, and that of the dashboard's.
+/// The window size of the pictures, and of the picture of the dashboard.
 const WINDOW: (u32, u32) = (1280, 800);
 const LONG_WINDOW: (u32, u32) = (1280, 1420);
 const QUESTIONS: [&str; 2] =

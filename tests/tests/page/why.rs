@@ -1,4 +1,4 @@
-//! What the dashboard says about tokens that were not cached.
+//! Checks what the dashboard shows about tokens that were not cached.
 
 use crate::browser::Browser;
 use anyhow::{Context, Result, ensure};

@@ -1,4 +1,4 @@
-//! A server with the OpenAI API that answers as a test says.
+//! A server with the OpenAI API whose answers a test determines.
 
 use anyhow::Result;
 use axum::{
@@ -69,7 +69,7 @@ pub struct Arrived {
 
 /// The behaviour of a fake server.
 pub struct Settings {
-    /// The number of answers that may begin; more can be added later.
+    /// The number of answers that may begin at the start; [`Fake::allow`] adds more.
     pub permits: usize,
     /// The time for which an answer holds its permit. Permits are given back.
     pub holds: Duration,

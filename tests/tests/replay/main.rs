@@ -135,7 +135,7 @@ async fn time_to_first_token_is_counted_from_the_due_time_of_the_request() -> Re
     let trace: String = (0..5).map(|row| blocks(0, &[row], 1)).collect();
     let settings = Settings { in_flight_max: 1, ..Settings::new(&fake.url) };
     let report = replay(&trace, settings).await?;
-    // All were due at once, and each waited for the one before.
+    // All requests were due at the same time, and each waited for the end of the request before it.
     let ttft = report.ttft.as_ref().context("no token arrived")?;
     assert!(ttft.max_ms >= 300.0 && ttft.p50_ms >= 180.0, "{ttft:?}");
     assert!(report.late.requests >= 4, "{:?}", report.late);
@@ -159,7 +159,7 @@ async fn closed_loop_keeps_the_set_number_of_requests_in_flight() -> Result<()> 
     assert_eq!((fake.in_flight_max(), report.requests.answered, report.tokens.output), (3, 9, 18));
     // A closed loop has no times at which requests are due.
     assert_eq!(report.late.requests, 0);
-    // The answers were longer than the rows say.
+    // The answers were longer than the rows of the trace demand.
     assert_eq!(report.tokens.other_answer_length, 9);
     Ok(())
 }
@@ -176,7 +176,7 @@ async fn failures_are_counted_by_class_and_do_not_end_the_run() -> Result<()> {
         Behaviour::Stall,
         Behaviour::Whole,
     ];
-    // The prompt's number of blocks selects how the server answers; one block: with tokens.
+    // The prompt's number of blocks selects the behaviour of the server. One block: it answers with tokens.
     let fake = Fake::start(fake::Settings::default(), |body| {
         let blocks = body["prompt"].as_str().unwrap_or_default().len() / 512;
         BEHAVIOURS.get(blocks.wrapping_sub(2)).copied().unwrap_or(Behaviour::Tokens(3))

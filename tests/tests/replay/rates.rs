@@ -1,4 +1,4 @@
-//! Rates that are measured on a simulated device are those that it was given.
+//! Checks that the rates measured on a simulated device equal the device's settings.
 
 use anyhow::{Context, Result, ensure};
 use std::time::Duration;

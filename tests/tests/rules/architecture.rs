@@ -27,11 +27,11 @@ const ALLOWED: [(&str, &[&str]); 20] = [
     ("decode-worker", &["worker", "process", "proto", "grammar", "kv", "engine", "transfer"]),
 ];
 
-/// What only the tests of a package use: the helpers in `tests`, the simulated device, and the names of its model. Tests may also use anyhow.
+/// The dependencies that only tests have: the helpers in `tests`, the simulated device, and the names of its model. Tests may also use
+/// anyhow.
 const FOR_TESTS: [(&str, &str); 3] =
     [("tandem", "tandem-tests"), ("tandem-engine", "tandem-model"), ("tandem-prefill-worker", "tandem-devices")];
 
-/// The maximum number of lines of a file.
 const LINES_MAX: usize = 500;
 
 /// The maximum length of a line of Markdown, in characters.

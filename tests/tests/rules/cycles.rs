@@ -1,4 +1,4 @@
-//! Checks that no crate has an import cycle. A reader of one file in a cycle would have to know all of them.
+//! Checks that no crate has an import cycle. A reader of one file in a cycle would have to know all files of the cycle.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,5 @@
-//! Tests that every Grafana panel and every alert has data. A real Prometheus scrapes a cluster under traffic and evaluates their expressions.
+//! Tests that every Grafana panel and every alert has data. A real Prometheus scrapes a cluster under traffic and evaluates their
+//! expressions.
 
 use anyhow::{Context, Result, ensure};
 use futures::{StreamExt, TryStreamExt};
@@ -150,8 +151,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     cluster.write_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    // A rate needs two scrapes, so the requests are sent in two halves, with scrapes after each half. A series that the first half creates increases
-    // in the second half, and a series that the last request creates is scraped several times.
+    // A rate needs two scrapes, so the requests are sent in two halves, with scrapes after each half. A series that the first half creates
+    // increases in the second half, and a series that the last request creates is scraped several times.
     for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
         let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
         requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
@@ -161,8 +162,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     Ok((cluster, prometheus))
 }
 
-/// Returns the problem of a panel's expression; `None` if there is none. If the panel's legend names workers, the expression must show the workers
-/// `shown`.
+/// Returns the problem of a panel's expression; `None` if there is none. If the panel's legend names workers, the expression must show the
+/// workers `shown`.
 async fn problem_of(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSet<&str>) -> Option<String> {
     let series = match prometheus.query(expr).await {
         Ok(series) => series,

@@ -3,7 +3,6 @@
 
 use tandem_tests::workspace::{files, root, text};
 
-/// The folders and files that are checked.
 const CHECKED: &[&str] = &[
     "ARCHITECTURE.md",
     "CHANGELOG.md",

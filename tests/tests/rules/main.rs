@@ -1,4 +1,4 @@
-//! Rules for the source code, the documents and the files for operators, which a program can check.
+//! Checks of the rules for the source code, the documents and the files for operators.
 
 mod architecture;
 mod cycles;

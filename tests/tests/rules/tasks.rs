@@ -1,5 +1,5 @@
-//! Lists every place that starts a task or a thread, with what happens when it panics or ends too early. If a task ends without an error in the
-//! log, its process looks healthy and does not work.
+//! Lists every place that starts a task or a thread, and what happens when the task panics or ends too early. If it ends without an error
+//! in the log, its process looks healthy and does not work.
 
 use std::{collections::BTreeMap, path::Path};
 use tandem_tests::workspace::{crates, root, text};
@@ -15,7 +15,7 @@ enum Fate {
     EndsTheProcess,
     /// The engine or worker to which it belongs ends. That ends the process, or the engine's instance starts again.
     EndsItsWorker,
-    /// What it would have done is counted as lost, and logged.
+    /// The work that it would have done is counted as lost, and logged.
     IsCounted,
     /// The place only starts tasks that other places in the list pass to it.
     Passes,

@@ -1,4 +1,5 @@
-//! Versions may mix: what this version writes and reads is compared with the recordings of earlier versions in tests/data/wire (docs/versions.md).
+//! Versions may mix: what this version writes and reads is compared with the recordings of earlier versions in tests/data/wire
+//! (docs/versions.md).
 //!
 //! `TANDEM_RECORD=1` records what has no recording yet, in a new file. It never changes a recording, because processes of that version run.
 
@@ -144,7 +145,7 @@ fn version(source: &str) -> DescriptorPool {
 }
 
 #[test]
-fn field_that_changes_is_found_and_an_added_one_needs_a_recording() {
+fn changed_field_is_detected_and_added_field_needs_a_recording() {
     const FIRST: &str = "message A { uint32 a = 1; optional string b = 2; oneof c { B d = 3; bytes e = 4; } repeated E f = 5; map<uint32, float> g = 6; }
         message B {} enum E { NONE = 0; ONE = 1; } service S { rpc Call(A) returns (stream B); }";
     let recorded = missing(&version(FIRST), &[]);

@@ -1,5 +1,5 @@
-//! Weighs the product: lines by crate, long functions, functions with a `bool` parameter, and type names with several meanings. Fails if one of them grows
-//! beyond its limit. `cargo test -p tandem-tests --release --test rules product -- --nocapture` prints the numbers.
+//! Limits the size of the product: lines by crate, long functions, functions with a `bool` parameter, and type names with several meanings.
+//! `cargo test -p tandem-tests --release --test rules product -- --nocapture` prints the numbers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,7 +39,8 @@ fn defined<'a>(line: &'a str, keyword: &str) -> Option<&'a str> {
     words.next()?.split(|char: char| !char.is_alphanumeric() && char != '_').next()
 }
 
-/// Returns the length in lines of the function that begins at the first line, and its parameters. rustfmt closes it at the indentation of its head.
+/// Returns the length in lines of the function that begins at the first line, and its parameters. rustfmt closes it at the indentation of
+/// its head.
 fn function(lines: &[&str]) -> (usize, String) {
     let indentation = lines[0].len() - lines[0].trim_start().len();
     // A method without a body ends with the line of its closing parenthesis.
@@ -114,7 +115,7 @@ fn product_stays_within_its_limits() {
 }
 
 #[test]
-fn parts_of_a_file_are_counted() {
+fn lines_functions_and_types_of_a_file_are_counted() {
     let long = "    a();\n".repeat(70);
     let source = format!(
         "//! Head.\n\npub(crate) struct A;\nenum B {{ C }}\nimpl A {{\n    pub async fn one(\n        &self,\n        is_on: bool,\n    ) -> u8 {{\n        1\n    }}\n    type D = u8;\n}}\nfn two(a: u8) -> bool {{ a > 1 }}\nfn three() {{\n{long}}}\n#[cfg(test)]\nmod tests {{ fn four(a: bool) {{}} }}\n"

@@ -99,7 +99,7 @@ async fn blocks_are_released_whenever_clients_disconnect() {
             let prompt = prompt(number % 7, 50 + number * 11);
             let request = if number % 3 == 0 { cluster.local(prompt, 40) } else { cluster.remote(prompt, 40) };
             let mut replies = cluster.open(request).await;
-            // Every second client disconnects after half as many messages as its number.
+            // Every second client disconnects; client `n` does so after `n / 2` messages.
             let messages_max = if number % 2 == 0 { number as usize / 2 } else { usize::MAX };
             let mut received = 0;
             while received < messages_max && replies.next().await.is_some() {

@@ -1,5 +1,5 @@
-//! Tests of processes on the cluster's network that request access to a worker's GPU memory. They receive access only with a ticket under which
-//! blocks were written.
+//! Tests of processes on the cluster's network that request access to a worker's GPU memory. They receive access only with a ticket under
+//! which blocks were written.
 
 use crate::{
     device_memory::DeviceAccess,

@@ -146,7 +146,8 @@ impl KvMemory for DeviceMemory {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
-            // The channel is unbounded, so that the sender does not wait for the receiver. NCCL does not wait either while its buffers have capacity.
+            // The channel is unbounded, so that the sender does not wait for the receiver. NCCL does not wait either while its buffers have
+            // capacity.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

@@ -1,5 +1,5 @@
-//! Tests of an attacker on the cluster's network that writes forged KV into the decode worker's memory. Neither a guessed nor a stolen ticket may
-//! change an answer, and forged blocks must never be cached.
+//! Tests of an attacker on the cluster's network that writes forged KV into the decode worker's memory. Neither a guessed nor a stolen
+//! ticket may change an answer, and forged blocks must never be cached.
 
 use crate::{
     harness::{BLOCK_BYTES, Cluster, Setup, Worker, channel, prompt},
@@ -43,8 +43,8 @@ async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     alone.answer(local).await.tokens[&0].clone()
 }
 
-/// Returns the ticket that would follow `ticket` if tickets were numbers of a counter, mixed twice with the finaliser of SplitMix64. An attacker
-/// could compute this, because the finaliser is invertible.
+/// Returns the ticket that would follow `ticket` if tickets were numbers of a counter, mixed twice with the finaliser of SplitMix64. An
+/// attacker could compute this, because the finaliser is invertible.
 fn successor(ticket: u64) -> u64 {
     const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
     const WORD: u64 = 0x7469_636b_6574;

@@ -257,7 +257,7 @@ async fn constrained_answers_stay_valid_when_their_decode_worker_crashes() {
 
 /// The request has generated few tokens, or none, when its worker ends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn request_under_which_two_workers_end_is_not_sent_to_a_third() {
+async fn request_that_ends_two_workers_is_not_sent_to_a_third() {
     for place in [PrefillPlace::Local, PrefillPlace::Remote] {
         let mut cluster = Cluster::start_pairs(3, 1.0, place, Setup::default()).await;
         let (client, mut pending) = (cluster.client(), cluster.send_all(&requests(1, 3_000, 600)));

@@ -1,7 +1,8 @@
 //! The pages at `/chat` and `/dashboard`: their files, which are part of this program, and the JSON that the dashboard shows. Each request
 //! for the JSON computes it from the routers' views of the cluster and from [`Recent`](crate::recent::Recent). The chat uses the API only.
 //!
-//! The pages load only files of this server; [`POLICY`] makes browsers enforce this. They add data to the document as text, never as markup.
+//! The pages load only files of this server; [`POLICY`] makes browsers enforce this. They add data to the document as text, never as
+//! markup.
 
 mod cluster;
 
@@ -27,7 +28,7 @@ const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
-/// The pages. Each has one line with a link to the other one, which is removed where the other one is not served.
+/// The pages. Each has one line that links to the other page. The line is removed where the other page is not served.
 const DASHBOARD: &str = include_str!("page/page.html");
 const CHAT: &str = include_str!("page/chat.html");
 
@@ -91,7 +92,7 @@ pub(super) fn chat(dashboard: Neighbour) -> Router<Arc<App>> {
         .route("/chat/{file}", get(file).fallback(unknown_path))
 }
 
-/// Returns the route of `/`, which leads to this page.
+/// Returns the route of `/`, which redirects to this page.
 pub(super) fn start(page: &'static str) -> Router<Arc<App>> {
     Router::new().route("/", get(async move || Redirect::temporary(page)))
 }
@@ -125,7 +126,7 @@ async fn file(Path(name): Path<String>, request: Request) -> Response {
 /// The layer that records requests which are answered with an error.
 pub(super) async fn refusals(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let id = request.extensions().get().map_or_else(String::new, |HttpRequestId(id)| id.clone());
-    // Of the routes with this layer, one has a text of the client in its path.
+    // Only this route has text from the client in its path.
     let path = request.uri().path();
     let endpoint = if path.starts_with("/v1/models/") { "/v1/models/{id}" } else { path }.to_owned();
     let response = next.run(request).await;
@@ -142,7 +143,8 @@ async fn history(State(app): State<Arc<App>>) -> Response {
     guarded(Json(json!({ "periods": recent.history() })))
 }
 
-/// Returns the recorded prompts, and the requests that were refused last. With `?after=N`, returns only the prompts with numbers greater than N.
+/// Returns the recorded prompts, and the requests that were refused last. With `?after=N`, returns only the prompts with numbers greater
+/// than N.
 async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Response {
     let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };

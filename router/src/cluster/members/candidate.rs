@@ -8,8 +8,8 @@ use tandem_proto::v1;
 use tokio::time::Instant;
 
 impl ClusterMembers {
-    /// Returns each of these members as a candidate for a placement, in their order. A member is marked as excluded if it is in `excluded`, or
-    /// if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
+    /// Returns each of these members as a candidate for a placement, in their order. A member is marked as excluded if it is in `excluded`,
+    /// or if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
     pub(in crate::cluster) fn candidates(
         &self,
         members: &[&Member],
@@ -95,8 +95,8 @@ impl Member {
         }
     }
 
-    /// Returns what is known of a prompt's leading blocks: those that the index has, those of them that can be reused, those that count as reported,
-    /// and those that other prompts are about to compute.
+    /// Combines four numbers of a prompt's leading blocks: those that the index has (`held`), those of them that can be reused (`indexed`),
+    /// those that count as reported, and those that other prompts are about to compute.
     pub(in crate::cluster) fn prefix(&self, held: u32, indexed: u32, reported: u32, computed: u32) -> MemberPrefix {
         MemberPrefix {
             held_blocks: held.max(reported),
@@ -126,7 +126,7 @@ impl Member {
         }
     }
 
-    /// Exports what was learned from the latest prompts.
+    /// Exports what was learned from the latest prompts as metrics.
     pub(in crate::cluster) fn export_findings(&self) {
         self.series.findings.index_excess.set(self.findings.correction().blocks());
         for tier in Tier::ALL {

@@ -1,4 +1,4 @@
-//! What is remembered of blocks that no member has cached: which worker removed them, and which prompts were computed just now.
+//! Remembers blocks that no member has cached: those that a worker removed, and those of prompts that were computed just now.
 
 use super::ClusterMembers;
 use crate::index::OWNER_MAX;
@@ -6,7 +6,8 @@ use tandem_kv::SequenceHash;
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// The workers that may have removed blocks, by their numbers in the index, from 1. Workers beyond the last number have it in common, without a name.
+/// The names of the workers that may have removed blocks, by their owner numbers in the index, from 1. Further workers share the number
+/// [`OWNER_MAX`], which has no name.
 pub(super) struct RemovedBy {
     names: Vec<String>,
     began: Instant,
@@ -19,7 +20,7 @@ impl Default for RemovedBy {
 }
 
 impl RemovedBy {
-    /// Returns the number of the worker with this name.
+    /// Returns the owner number of the worker with this name.
     pub(super) fn number(&mut self, worker_id: &str) -> u16 {
         let at = self.names.iter().position(|name| name == worker_id).unwrap_or_else(|| {
             if self.names.len() + 1 < OWNER_MAX.into() {
@@ -42,12 +43,13 @@ impl ClusterMembers {
         self.now().saturating_duration_since(self.removed.began).as_secs()
     }
 
-    /// Returns the most leading blocks of the prompt that prompts computed in the last moments have.
+    /// Returns the largest number of leading blocks that the prompt has in common with prompts that were computed just now.
     pub(in crate::cluster) fn just_computed(&self, hashes: &[SequenceHash]) -> u32 {
         self.just_computed.leading_blocks(hashes, self.now()).into_iter().max().unwrap_or(0)
     }
 
-    /// Returns the leading blocks of the prompt that workers had cached, beyond the first `cached` ones.
+    /// Returns the longest remembered prefix of the prompt that workers have removed; `None` if it is not longer than the first `cached`
+    /// blocks.
     pub(in crate::cluster) fn removed(&self, hashes: &[SequenceHash], cached: u32) -> Option<v1::KnownPrefix> {
         self.index.set_time(self.seconds());
         let removed = self.index.removed(hashes, cached)?;

@@ -34,7 +34,7 @@ impl Engine {
         (placement.decode.expect("a decode worker is chosen").overlap_blocks, found)
     }
 
-    /// Computes forty conversations of six turns, of which each adds two blocks. Returns how many predictions after the first 50 were wrong.
+    /// Computes forty conversations of six turns. Each turn adds two blocks. Returns the number of wrong predictions after the first 50.
     fn wrong_predictions(&mut self) -> usize {
         let turns = (0..40).flat_map(|name| (0..6).map(move |turn| (name, turn)));
         let results: Vec<_> = turns.map(|(name, turn)| self.compute(name, turn * 2, turn * 2 + 2)).collect();

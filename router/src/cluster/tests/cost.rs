@@ -7,8 +7,8 @@ use tokio::time::Instant;
 /// The number of blocks of a prompt: 12,000 tokens in blocks of 16.
 const PROMPT_BLOCKS: u64 = 750;
 
-/// Each round places a request, reports its first token and ends it. A third of the workers have cached the first half of the request's prompt. Each
-/// worker has some other prompts in its cache and some requests in its queue.
+/// Each round places a request, reports its first token and ends it. A third of the workers have cached the first half of the request's
+/// prompt. Each worker has some other prompts in its cache and some requests in its queue.
 #[test]
 #[ignore = "it is a measurement: run it alone, with optimisation"]
 fn measures_the_cost_of_a_route_call() {
@@ -54,7 +54,7 @@ fn measures_the_cost_of_a_route_call() {
             times.push(started.elapsed().as_secs_f64() * 1e6 / requests.len() as f64);
         }
         times.sort_by(f64::total_cmp);
-        // The explanation of a prompt that is not cached: of each of these prompts, half is.
+        // The time to determine why tokens are not cached. Half of each of these prompts is cached on some workers.
         let facts: Vec<f64> = timed
             .iter()
             .map(|request| {

@@ -79,8 +79,8 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// From now on, the reports of a booking's worker include the request. `of` is the router that made the booking, `at` the booking's position
-    /// among the bookings of that router. `prefill` selects the prefill worker instead of the decode worker.
+    /// From now on, the reports of a booking's worker include the request. `of` is the router that made the booking, `at` the booking's
+    /// position among the bookings of that router. `prefill` selects the prefill worker instead of the decode worker.
     Included {
         of: usize,
         at: usize,
@@ -296,7 +296,7 @@ fn rebooked_request_has_a_booking_on_its_workers_but_adds_no_load() {
         (Some("p0-1"), false, 0, 1),
         (None, true, 0, 1),
         (Some("unknown"), true, 0, 1),
-        // A placement with one instance in both roles is invalid and must do no harm.
+        // A placement with one instance in both roles is invalid. It counts as a placement without a prefill worker.
         (Some("d0-1"), true, 0, 1),
     ] {
         let booking = scenario.state.rebook(&request, running(prefill, prefilling)).expect("the router has capacity");

@@ -11,13 +11,14 @@ fn removed(hashes: &[SequenceHash]) -> Vec<KvEvent> {
 }
 
 impl Scenario {
-    /// Places a prompt whose blocks have these hashes, with three more tokens. Returns the booking and what was known of the prefix.
+    /// Places a prompt whose blocks have these hashes, with three more tokens. Returns the booking and the facts about the prefix.
     fn place_prompt(&mut self, hashes: &Arc<[SequenceHash]>) -> (BookingId, v1::PrefixFacts) {
         let (booking, placement) = self.place_hashes(hashes.len() as u32 * BLOCK + 3, hashes.clone());
         (booking, placement.prefix.expect("the router knows the prefix"))
     }
 
-    /// Computes a prompt of which the engine finds these blocks. Returns the tokens that it did not find by cause, and what was known of the prefix.
+    /// Computes a prompt of which the engine finds this number of blocks. Returns the tokens that it did not find, by cause, and the facts
+    /// about the prefix.
     fn compute(&mut self, hashes: &Arc<[SequenceHash]>, found_blocks: u32) -> (Vec<(Cause, u64)>, v1::PrefixFacts) {
         let (booking, facts) = self.place_prompt(hashes);
         let funnel = self.state.on_prefilled(booking, Some(found_blocks * BLOCK)).expect("the router has placed the request");
@@ -28,7 +29,7 @@ impl Scenario {
         (causes, facts)
     }
 
-    /// Makes the only candidate but `name` fail, so that the next prompt is placed there.
+    /// Makes the worker busy, so that the next prompt is placed on another one.
     fn busy(&mut self, name: &str) {
         let load = Load { pending_prefill_tokens: 1_000_000, ..Default::default() };
         self.reports(name, Vec::new(), load, &[]);
@@ -42,7 +43,7 @@ fn one_worker() -> Scenario {
 }
 
 #[test]
-fn text_that_no_worker_has_had_is_new() {
+fn blocks_that_no_worker_has_had_have_the_cause_new_text() {
     let mut scenario = one_worker();
     scenario.stored("d0", &hashes(1, 2, 4));
     let (causes, facts) = scenario.compute(&hashes(2, 2, 6), 2);
@@ -121,7 +122,7 @@ fn blocks_on_a_worker_that_cannot_compute_prompts_are_held_elsewhere_without_a_c
 }
 
 #[tokio::test(start_paused = true)]
-async fn blocks_that_another_prompt_computes_or_that_are_not_reported_yet_are_not_stored_yet() {
+async fn blocks_that_are_being_computed_or_are_unreported_have_the_cause_not_yet_stored() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 2);
     let prompt = hashes(1, 0, 4);
     let (first, _) = scenario.place_prompt(&prompt);
@@ -137,7 +138,7 @@ async fn blocks_that_another_prompt_computes_or_that_are_not_reported_yet_are_no
 }
 
 #[test]
-fn blocks_between_reuse_points_and_dropped_blocks_are_due_to_the_rule_of_the_layers() {
+fn blocks_after_the_last_reuse_point_and_dropped_blocks_have_the_cause_group_rule() {
     let mut scenario = one_worker();
     let prompt = hashes(1, 0, 4);
     scenario.stored("d0", &prompt);
@@ -166,7 +167,7 @@ fn engine_may_find_less_or_more_than_was_expected() {
 }
 
 #[test]
-fn blocks_of_another_namespace_are_named_as_such_and_a_prompt_whose_logits_are_requested_reuses_none() {
+fn blocks_of_another_namespace_have_their_own_cause_and_prompts_with_logits_reuse_no_block() {
     let mut scenario = one_worker();
     let request = PlacementRequest { other_namespace_blocks: 3, ..scenario.request(67, hashes(1, 0, 4)) };
     let causes = |scenario: &mut Scenario, request: &PlacementRequest| {

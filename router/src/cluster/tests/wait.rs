@@ -4,7 +4,7 @@ use super::*;
 use std::{collections::VecDeque, time::Duration};
 use tokio::time::advance;
 
-/// Two decode workers. A request to one of them is served every 50 ms.
+/// Two decode workers. [`Queues::serve`] lets one request get its first token every 50 ms.
 struct Queues {
     scenario: Scenario,
     waiting: VecDeque<BookingId>,

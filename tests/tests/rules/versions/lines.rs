@@ -16,7 +16,8 @@ fn read<T: DeserializeOwned + Serialize>(value: &Value) -> serde_json::Result<Va
 
 type Read = fn(&Value) -> serde_json::Result<Value>;
 
-/// The kinds of lines with their readers, and whether these skip unknown fields. A client's line is written by hand, so a misspelt field is an error.
+/// The kinds of lines with their readers, and whether these skip unknown fields. A client's line is written by hand, so a misspelt field is
+/// an error.
 const READERS: [(&str, Read, bool); 4] = [
     ("member in etcd", read::<MemberRecord>, true),
     ("ledger", read::<LedgerLine>, true),
@@ -73,7 +74,7 @@ fn scheduled() -> LedgerLine {
     }
 }
 
-/// Returns what this version does not read as the version that wrote it.
+/// Returns the recorded lines that this version reads in another way than the version that wrote them.
 pub(super) fn differences(recorded: &[Recording]) -> Vec<String> {
     let lines = recorded.iter().filter_map(|recording| match recording {
         Recording::Line { line, value } => Some((line, value)),
@@ -119,7 +120,7 @@ fn collect(path: &str, value: &Value, parts: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn line_with_a_missing_or_retyped_field_is_a_difference_and_an_added_field_needs_a_recording() {
+fn missing_or_retyped_field_of_a_line_is_detected_and_added_field_needs_a_recording() {
     let recorded = examples();
     assert_eq!((differences(&recorded), missing(&recorded).len()), (vec![], 0));
     let ledger = |value: Value| differences(&[Recording::Line { line: "ledger".to_owned(), value }]);

@@ -14,7 +14,7 @@ pub(super) fn compiled(folder: &Path, files: &[String]) -> DescriptorPool {
     DescriptorPool::from_file_descriptor_set(set).expect("the compiler's output is valid")
 }
 
-/// Returns what other versions would no longer understand: differences between the recordings and the descriptors.
+/// Returns the differences between the recordings and the descriptors that other versions would not understand.
 pub(super) fn differences(pool: &DescriptorPool, recorded: &[Recording]) -> Vec<String> {
     recorded.iter().filter_map(|recording| difference(pool, recording).err()).collect()
 }
@@ -40,7 +40,7 @@ fn difference(pool: &DescriptorPool, recording: &Recording) -> Result<(), String
     }
 }
 
-/// Checks that everything that was recorded is still there. Something may have been added.
+/// Checks that `now` still has everything that was recorded. It may have more.
 pub(super) fn kept(name: &str, recorded: &Json, now: &Json) -> Result<(), String> {
     match (recorded, now) {
         (Json::Object(recorded), Json::Object(now)) => recorded.iter().try_for_each(|(key, value)| {

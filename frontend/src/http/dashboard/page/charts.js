@@ -66,7 +66,7 @@ export function lineChart(place, { series, span: [from, to], max, format, what }
   return place.replaceChildren(chart);
 }
 
-// Draws `points`, a list of { x, y, name, title, open }. `x` and `y` have the same unit, and `open` is called at a click.
+// Draws `points`, a list of { x, y, name, title, open }. `x` and `y` have the same unit. A click on a point calls `open`.
 export function scatterChart(place, { points, format, what }) {
   if (points.length === 0) return place.replaceChildren(el('p', { class: 'empty' }, 'No prompt with a worker’s report yet.'));
   const max = niceMax(Math.max(1, greatest(points.map(({ x, y }) => Math.max(x, y)))));

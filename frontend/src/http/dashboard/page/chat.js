@@ -1,17 +1,17 @@
-// A conversation with the model over this frontend's API. It is held in this page only.
+// A conversation with the model over this frontend's API. Only this page stores it.
 
 import { copyButton } from './copy.js';
 import { byId, count, duration, el, offerModels, setText } from './dom.js';
 import { showMarkdown } from './markdown.js';
 
 const READY_MS = 5000;
-// The page follows an answer if the end of the conversation was this near, in pixels.
+// The page scrolls with an answer if the end of the conversation is at most this many pixels below the window.
 const END_PX = 48;
 
 let messages = [];
-// Ends the request that is under way; null if there is none.
+// The AbortController of the running request; null if there is none.
 let running = null;
-// Whether the server has refused the key, or the lack of one. It is asked for the models again when the key has changed.
+// Whether the server has refused the key or the lack of one. If so, a changed key causes another request for the models.
 let keyRefused = false;
 
 // Returns the events of a streamed answer, as objects.
@@ -31,7 +31,7 @@ async function* events(body) {
   }
 }
 
-// Sends a request with the key, if there is one. A key is asked for when the server wants one.
+// Sends a request with the key, if there is one. Shows the field for the key if the server replies 401.
 async function ask(path, options = {}) {
   const key = byId('chat-key').value;
   const answer = await fetch(path, { ...options, headers: { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) } });
@@ -89,7 +89,7 @@ async function answer(place) {
   let first = null;
   let usage = null;
   let frame = null;
-  // A text is shown once for each frame, however many tokens arrive.
+  // The text is drawn at most once for each frame, however many tokens arrive.
   const show = () => follow(() => {
     frame = null;
     showMarkdown(shown, text);

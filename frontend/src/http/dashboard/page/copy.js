@@ -4,7 +4,7 @@ import { el, setText } from './dom.js';
 
 const SHOWN_MS = 2000;
 
-// Copies the text without the clipboard's own interface, which browsers offer only to pages over TLS or of this machine.
+// Copies the text without the Clipboard API, which browsers offer only to pages over TLS or from this machine.
 function copySelection(text) {
   const place = el('textarea', { readonly: true, class: 'unseen' });
   place.value = text;

@@ -1,5 +1,5 @@
-// Shows a text of a model that has Markdown: headings, lists, quotes, fences, emphasis, code and links. The text is hostile: all of it becomes
-// text nodes of elements that are made here, links lead to http and https only, and nested or long marks are bounded.
+// Shows a model's text as Markdown: headings, lists, quotes, fences, emphasis, code and links. The text is not trusted: all of it becomes
+// text nodes of elements that are created here, links lead only to http and https, and the depth and length of marks are bounded.
 
 import { copyButton } from './copy.js';
 import { el } from './dom.js';
@@ -10,7 +10,7 @@ const HEADING = /^ {0,3}(#{1,6})\s+(\S.*)$/;
 const RULE = /^ {0,3}(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+)(?=\S)/;
 const QUOTE = /^ {0,3}> ?/;
-// Each mark is at most 500 characters long. Without a limit, the time for a text of unclosed marks would grow with the square of its length.
+// A mark has at most 500 characters. Without a limit, the time for a text of unclosed marks would grow with the square of its length.
 const MARK = new RegExp([
   /(?<!`)(?<ticks>`{1,3})(?!`)(?<code>.{1,500}?)(?<!`)\k<ticks>(?!`)/,
   /\*\*(?=\S)(?<bold>.{1,500}?)(?<=\S)\*\*(?!\*)/,

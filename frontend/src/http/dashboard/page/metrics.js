@@ -34,7 +34,7 @@ const snapshots = [];
 let periods = [];
 const FIELDS = { cached: 'cached_tokens', tokens: 'prompt_tokens', overlap: 'overlap_blocks', prompts: 'prompts' };
 
-// Begins the lines with these periods, in which the prompts of this frontend ended.
+// Sets the periods with which the lines begin. They count only the prompts of this frontend.
 export function begin(history) {
   periods = history;
 }

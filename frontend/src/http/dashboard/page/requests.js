@@ -57,7 +57,7 @@ export function showRequests() {
   setText(byId('requests-sum'), records.length === 0 ? 'None yet.' : `${count(page.length)} of ${count(found.length)} shown`);
 }
 
-// Shows the requests that were refused before a prompt of them was admitted. The others are among the records.
+// Shows the refused requests of which no prompt was admitted. The other refused requests are among the records.
 export function showRefused({ refusals }) {
   const admitted = new Set(records.map(({ request_id: id }) => id.slice(0, id.lastIndexOf('-'))));
   const found = refusals.filter(({ request_id: id }) => !admitted.has(id)).toReversed();

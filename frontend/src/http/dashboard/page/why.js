@@ -1,10 +1,10 @@
 // Why tokens of prompts were not cached: a sentence for each prompt, the sums of the last hour, and the clients whose prompts change near
-// their beginning. A frontend or a router that does not know it leaves the fields out; then nothing is shown.
+// their beginning. Frontends and routers of older versions omit these fields; then nothing is shown.
 
 import { byId, colour, count, duration, el, share, svg } from './dom.js';
 import { about, head } from './terms.js';
 
-// The causes with their names on this page, in the order in which they are decided.
+// The causes with their names on this page. A token has the first cause in this order that applies.
 const CAUSES = {
   engine: 'Not found',
   group_rule: 'Group rule',
@@ -24,7 +24,7 @@ export function sentence({ prefix, prompt_tokens: prompt }) {
   return prefix.summary ?? `${count(prefix.chosen_tokens)} of ${count(prompt)} expected; the worker has not reported how many were cached`;
 }
 
-// Returns the facts about the prefix for the list of a prompt's facts: names and texts.
+// Returns the facts about a prompt's prefix as pairs of a name and a text.
 export function prefixFacts({ prefix }) {
   if (!prefix) return [];
   const { nearest, elsewhere } = prefix;
