@@ -140,7 +140,7 @@ fn require_key(document: &mut Value) {
         "bearer": { "type": "http", "scheme": "bearer" },
         "key": { "type": "apiKey", "in": "header", "name": "x-api-key" },
     });
-    for path in ["/health", "/live", "/ping", "/ready", "/metrics", "/chat", "/dashboard"] {
+    for path in ["/health", "/live", "/ping", "/ready", "/metrics", "/load", "/chat", "/dashboard"] {
         for (_, operation) in document["paths"][path].as_object_mut().into_iter().flatten() {
             operation["security"] = json!([]);
         }
