@@ -152,7 +152,7 @@ mod tests {
         // The estimate is 30 ms too low for each prompt; one prompt in four takes much longer.
         (0..20).for_each(|prompt| times.learn(&expected([160, 0, 0, 0], if prompt % 4 == 0 { 9_000 } else { 130 }), 10, now));
         let load = |tokens: u32, prompt: u64| {
-            let took = if prompt % 4 == 0 { 9_000 } else { 130 + u64::from(tokens) / 20 };
+            let took = if prompt.is_multiple_of(4) { 9_000 } else { 130 + u64::from(tokens) / 20 };
             expected([160, tokens, 0, 0], took)
         };
         (0..3).for_each(|prompt| times.learn(&load(1_000, prompt), 10, now));
