@@ -245,7 +245,7 @@ Measured by `{command}` (`--write` writes this page), {load_note}; {load}.
 - Machine: {machine()}
 - Versions: Tandem at {commit}, {output('rustc', '--version')}.
 
-All clusters run all the time. In each of {arguments.rounds} rounds all receive the same new prompt, one after the other; every second round has the reverse
+All clusters run all the time. In each of {arguments.rounds} rounds, all clusters receive the same new prompt, one after the other; every second round has the reverse
 order. TTFT is measured by the client. Figures are medians and, in brackets, the least and the most; a ratio is the median of the rounds'
 ratios. *Remote*: with `--prefill remote`, a prefill worker computes the prompt and sends its KV to the decode worker. *Local*: with
 `--prefill local`, the decode worker computes the prompt. *Not overlapped*: with `--prefill-chunk-budget {ONE_CHUNK}`, the prompt is one chunk,

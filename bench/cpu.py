@@ -297,7 +297,7 @@ all other work took {others_share:.1%} of the processors until the second table.
 - Machine: {machine()}
 - Versions: {versions(sides)}
 
-Both sides are long-lived processes. In each of {arguments.rounds} rounds ours computes and then theirs; every second round has the reverse order. Figures are
+Both sides are long-lived processes. In each of {arguments.rounds} rounds Tandem computes first, then llama.cpp; every second round has the reverse order. Figures are
 medians and, in brackets, the least and the most; a ratio is the median of the rounds' ratios. A prefill computes logits for the last token,
 decoding for every token. llama.cpp runs with its fastest settings for the workload (with or without flash attention; for several
 sequences, with one KV buffer or with one for each).

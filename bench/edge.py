@@ -352,9 +352,9 @@ class Report:
         ratios = lambda name: [getattr(one, name) / getattr(other, name) for one, other in zip(ours, theirs, strict=True)]
         cpu, rate, goals = ratios("cpu_ms"), ratios("per_second"), []
         if load.cpu_max:
-            goals.append(self.judge(statistics.median(cpu) <= load.cpu_max, f"CPU ≤ {load.cpu_max}"))
+            goals.append(self.judge(statistics.median(cpu) <= load.cpu_max, f"CPU ≤ {load.cpu_max} times Dynamo's"))
         if load.rate_min:
-            goals.append(self.judge(statistics.median(rate) >= load.rate_min, f"requests/s ≥ {load.rate_min}"))
+            goals.append(self.judge(statistics.median(rate) >= load.rate_min, f"requests/s ≥ {load.rate_min} times Dynamo's"))
         if not load.quick_ack:
             added = statistics.median(one.latency_ms for one in ours)
             goals.append(self.judge(added <= PLAIN_MAX_MS, f"answer ≤ {PLAIN_MAX_MS} ms"))

@@ -108,7 +108,7 @@ impl RouterMetrics {
             unreachable: workers("unreachable"),
             unauthenticated: counter(
                 "tandem_router_unauthenticated_total",
-                "gRPC calls that were refused because they did not carry the cluster key.",
+                "Calls and connections refused because of the key, the certificate or the certificate's role.",
             ),
             registry,
         }

@@ -235,8 +235,8 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(position, sample)| answer.sample(position, sample, handle.take()));
         try_join_all(samples).await?;
-        // Each sample that has begun has recorded what the engine computed for it. No sample begins if only the prompt's logprobs were
-        // requested. A request that is cancelled before its first token may leave no blocks in the engine's cache.
+        // Records the prompt if no sample has begun, which means that only its logprobs were requested. Samples that have begun have recorded
+        // it already. A cancelled request records nothing, because the engine may not have cached its blocks.
         if !answer.begun.is_cancelled() && !self.cancelled.is_cancelled() {
             self.shared.computed(&base);
         }

@@ -49,7 +49,7 @@ pub enum ConnectError {
         rank: u32,
     },
     /// The server does not report its number of slots.
-    #[error("the engine's /props has no total_slots and n_ctx; use llama.cpp's server with one model")]
+    #[error("the engine's /props lacks total_slots or default_generation_settings.n_ctx; use llama.cpp's server with one model")]
     NoSlots,
     /// The server serves no model.
     #[error("the engine serves no model; start it with one")]

@@ -100,7 +100,7 @@ impl ChatRequest {
         let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
         at_most("chat_template_kwargs", variables.len(), VARIABLES_MAX, "entries")?;
         if let Some(name) = RESERVED.iter().find(|name| variables.contains_key(**name)) {
-            let rule = "must not be set here: it has a field of its own, or comes from the model";
+            let rule = "must not be set here: this server, the model or another field of the request determines it";
             return Err(RequestError::invalid(format!("chat_template_kwargs.{name}"), Problem::Rule { rule }));
         }
         if let Some(enable_thinking) = self.enable_thinking {

@@ -174,7 +174,7 @@ impl Limit for Variables {
     }
 }
 
-/// Completes schemas with the values of the served models.
+/// Adds to schemas what depends on the served models: the ids, the range of token ids, the context length, the reasoning efforts.
 #[derive(Clone)]
 pub struct OfModels {
     /// The ids of the models.

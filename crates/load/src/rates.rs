@@ -79,7 +79,7 @@ pub enum RatesError {
     #[error("a request was not answered ({}): {}", .0.class, .0.message)]
     Request(Failure),
     /// The server does not report token counts, or it generated no token.
-    #[error("the server's answers report no `usage`, or have too few tokens; rates can be measured only with both")]
+    #[error("the server's answers report no `usage` or too few tokens; use a server that reports `usage` and obeys `ignore_eos`")]
     NoUsage,
     /// The measured times do not grow with the number of tokens, so no rate follows from them.
     #[error(

@@ -22,7 +22,7 @@ pub enum ModelError {
     #[error("the model file's metadata key {key} is not {wanted}: use another conversion of the model")]
     WrongValue { key: String, wanted: &'static str },
     #[error(
-        "models of architecture {found} are not supported, only llama, qwen2 and qwen3: choose a model of the Llama or Qwen family"
+        "models of architecture {found} are not supported, only llama, qwen2 and qwen3: choose a Llama, Qwen 2 or (dense) Qwen 3 model"
     )]
     Architecture { found: String },
     #[error("the model file has no tensor {name}: use another conversion of the model")]

@@ -50,9 +50,9 @@ impl LogLimit {
     }
 }
 
-/// Returns a function that counts the gRPC calls and connections which were refused because they lack the key or a certificate of the
-/// cluster. At most once a minute it also writes a line to the log, because the refused process may be one of this cluster with wrong
-/// settings.
+/// Returns a function that counts a refused gRPC call or connection: without the cluster's key or a valid certificate, or with a certificate
+/// whose role does not allow the call. At most once a minute it also logs a line, because the refused process may be one of this cluster with
+/// wrong settings.
 pub fn on_refused(refused: Counter) -> OnRefused {
     let limit = LogLimit::new(1, Duration::from_secs(60));
     Arc::new(move || {
@@ -60,8 +60,8 @@ pub fn on_refused(refused: Counter) -> OnRefused {
         if let Some(left_out) = limit.admit() {
             tracing::warn!(
                 left_out,
-                "a call was refused, because its process lacks the key or a certificate of this cluster; if it belongs to the cluster, give all \
-                 processes the same --cluster-key-file, and certificates of one --cluster-ca"
+                "a call or connection was refused: the other process lacks this cluster's key or a certificate of its CA, or its certificate's \
+                 role does not allow the call; if it belongs to the cluster, check its --cluster-key-file, --cluster-ca and --cluster-cert"
             );
         }
     })

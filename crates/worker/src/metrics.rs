@@ -55,7 +55,8 @@ pub enum Direction {
 }
 
 impl WorkerMetrics {
-    /// Returns a function that counts a gRPC call which was refused because it did not carry the cluster's key.
+    /// Returns a function that counts a refused call or connection: without the cluster's key or a valid certificate, or with a certificate
+    /// whose role does not allow the call. It also logs at most one line a minute.
     pub fn count_unauthenticated(&self) -> OnRefused {
         tandem_process::on_refused(self.unauthenticated.clone())
     }
@@ -79,7 +80,7 @@ impl WorkerMetrics {
             let help = "Duration of engine steps, by the kind of their computation.";
             registry.histogram("tandem_worker_step_duration_seconds", help, &[worker, ("phase", phase)])
         };
-        let unauthenticated = "gRPC calls that were refused because they did not carry the cluster's key.";
+        let unauthenticated = "Calls and connections refused because of the key, the certificate or the certificate's role.";
         let unsigned = "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.";
         let preempted = "Sequences that were preempted because other sequences needed their KV blocks.";
         let graphs = "CUDA graphs that the GPU's driver has refused. Decode steps run without them, but more slowly.";

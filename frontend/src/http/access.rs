@@ -38,7 +38,8 @@ const QUOTA_HEADERS: [[HeaderName; 3]; 2] = [
     ],
 ];
 
-/// The layer of all routes of the API. It finds the request's key, and stores the [`Call`] in the request's extensions.
+/// The middleware of the API's routes: refuses a request without a valid key if the frontend has keys, stores the [`Call`] in the extensions
+/// of any other, and adds the quota headers of its key to the response.
 pub(super) async fn checked(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let HttpRequestId(id) = request.extensions().get().cloned().expect("the outermost layer sets the id");
     let (key, refusal) = match app.keys.as_ref().map(|keys| sent(request.headers()).map(|sent| keys.find(sent))) {

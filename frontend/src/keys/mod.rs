@@ -20,7 +20,7 @@ use std::{collections::HashMap, convert::Infallible, fmt, num::NonZeroU32, path:
 use tandem_process::{Metrics, watched_file::WatchedFile};
 use tokio::time::Instant;
 
-/// The keys of a file that were read at the start, for [`FrontendSettings::api_keys`](crate::FrontendSettings::api_keys).
+/// The API keys that were read from a file at the start, for [`FrontendSettings::api_keys`](crate::FrontendSettings::api_keys).
 #[derive(Debug)]
 pub struct ApiKeys {
     path: PathBuf,

@@ -302,7 +302,7 @@ async fn invalid_prompt_of_a_batch_fails_the_whole_request() {
 
 /// The client disconnects after the placement, during the prefill, or after the first tokens, from whole and from streamed answers.
 #[tokio::test]
-async fn disconnect_closes_both_streams_and_releases_all_resources() {
+async fn client_disconnect_closes_route_and_generate_streams_and_releases_all_resources() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut cancelled = 0;
     for stream in [false, true] {

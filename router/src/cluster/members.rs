@@ -106,7 +106,8 @@ pub(super) struct MemberPrefix {
     pub(super) known_blocks: u32,
     /// The number of leading blocks that the member's engine is expected to find in its cache.
     pub(super) overlap_blocks: u32,
-    /// The number of leading blocks that the member has cached or is about to compute.
+    /// The number of leading blocks that this prompt shares with a prompt that the member is about to compute. Cached blocks that no such
+    /// prompt has do not count.
     pub(super) computed_blocks: u32,
 }
 

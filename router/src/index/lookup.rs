@@ -246,8 +246,9 @@ impl PrefixIndex {
         self.with_holders(block, holds).unwrap_or(false)
     }
 
-    /// Lowers the number of leading blocks of each worker of a hybrid model to the worker's last reuse point. Returns the original numbers
-    /// of all workers; empty if no worker has such a model.
+    /// A worker with a hybrid model can reuse a prefix only up to a reuse point. Lowers `leading` for each such worker to the last reuse
+    /// point in its prefix, or to 0 if the last `REUSE_SEARCH_BLOCKS` blocks have none. Returns `leading` as it was; empty if no worker has
+    /// a hybrid model.
     fn limit_to_reuse_points(&self, hashes: &[SequenceHash], view: &VisibleRows, leading: &mut [u32]) -> Vec<u32> {
         let hybrid = self.with_holders(SequenceHash::REUSE_POINTS, |holders| view.rows_of(holders));
         let Some(mut open) = hybrid else { return Vec::new() };

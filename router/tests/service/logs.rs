@@ -41,7 +41,7 @@ async fn lost_worker_is_logged_as_a_warning_and_a_draining_worker_as_information
 }
 
 #[tokio::test]
-async fn readiness_and_the_worker_itself_say_why_it_must_not_join() {
+async fn readiness_reports_and_refused_worker_receives_why_the_worker_cannot_join() {
     let (mut decode, mut prefill) = (FakeWorker::start(Role::Decode, "d").await, FakeWorker::start(Role::Prefill, "p").await);
     let settings = RouterSettings { prefill: PrefillPlace::Auto, ..RouterSettings::default() };
     let unreachable = "127.0.0.1:1".to_owned();

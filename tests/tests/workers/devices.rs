@@ -206,7 +206,7 @@ async fn draining_worker_closes_its_communicators() {
 }
 
 #[tokio::test]
-async fn engine_that_fails_during_a_copy_confirms_no_block() {
+async fn prefill_worker_whose_engine_fails_during_a_copy_confirms_no_block() {
     let access = one_host();
     let cluster = cluster(&access).await;
     prompts_until_path_is_used(&cluster, &access, 100).await;

@@ -16,7 +16,8 @@ use tandem_kv::SequenceHash;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Need(u32);
 
-/// Maximum number of groups that are followed. vLLM makes one for each kind of attention, or a few of equal size.
+/// The maximum number of followed groups. vLLM puts the layers of each kind of attention into one group, or into a few groups with equal
+/// numbers of layers.
 const GROUPS_MAX: usize = 64;
 
 /// The followed groups, their blocks, and the reuse points.

@@ -149,7 +149,7 @@ pub struct Delta {
     pub logprobs: Vec<TokenLogprobs>,
     /// The tokens generated since the last delta. They include a stop token and the tokens of a stop string, which have no text.
     pub token_ids: Vec<TokenId>,
-    /// The number of these tokens that are reasoning.
+    /// The number of tokens in `token_ids` that are reasoning.
     pub reasoning_tokens: u32,
     /// The reason why the sample ended; `None` until then.
     pub finish: Option<FinishReason>,

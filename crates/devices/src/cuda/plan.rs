@@ -13,7 +13,7 @@ const DECODE_ROWS_MAX: usize = 256;
 /// queue, few multiprocessors are idle at the end of a launch.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
-/// If several thread blocks of `attend_prompt` split the KV of one tile, each of them reads at least this many positions.
+/// If several thread blocks of `attend_prompt` split the KV of one tile, each of them, except the last, reads at least this many positions.
 const PART_POSITIONS_MIN: usize = 512;
 /// The number of `attend_prompt` thread blocks that a multiprocessor runs at a time. Tiles are shared only if there are fewer.
 const PROMPT_BLOCKS_PER_MULTIPROCESSOR: usize = 2;

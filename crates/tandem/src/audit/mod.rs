@@ -54,7 +54,7 @@ pub enum Finding {
          but only {explained} clients disconnected before they received their request's id; is a client file missing?"
     )]
     WithoutClient { count: usize, example: String, explained: usize },
-    #[error("{series} is {found}, but the sum of the finished answers is {expected}")]
+    #[error("{series} is {found}, but the finished answers in the client files add up to {expected}")]
     FrontendSum { series: &'static str, found: f64, expected: Range },
     #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of the worker's ledger is {expected}")]
     WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },

@@ -150,7 +150,7 @@ fn every_contradiction_is_found() {
             }),
         ),
         (
-            "request_cached_tokens_count is 5, but the sum of the finished answers is 4",
+            "request_cached_tokens_count is 5, but the finished answers in the client files add up to 4",
             counted("tokens_count 4", "tokens_count 5"),
         ),
         ("request_prompt_tokens_sum is 399", counted("prompt_tokens_sum 400", "prompt_tokens_sum 399")),

@@ -58,7 +58,7 @@ pub enum StartError {
     ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
     #[error("{0} is the name of a LoRA and of another model or another model's LoRA; give each a name of its own")]
     AmbiguousModel(String),
-    #[error("no engine serves the model {0} of --extra-model; write the id that its server has in /v1/models")]
+    #[error("--extra-model names {0}, but no engine serves it; write the model's id as its engine lists it in /v1/models")]
     NoEngineOfModel(String),
     #[error("--tool-call-parser or --reasoning-parser names the model {0}, which is not served; write the id of a served model")]
     ParserOfUnknownModel(String),

@@ -79,7 +79,7 @@ impl ParserArgs {
             tracing::warn!(
                 model = model.id,
                 parsers = names::<ToolCallParser>(),
-                "no parser knows the tool calls of this model's chat template, so calls stay in the content of answers; set --tool-call-parser if the model writes another format"
+                "the chat template has tool-call tags, but this model's parser recognises only calls in plain JSON, so others stay in the content; if the model writes the format of one of these parsers, name it with --tool-call-parser"
             );
         }
         model

@@ -219,7 +219,7 @@ pub(super) fn escape_text(text: &str, out: &mut String) {
     text.chars().for_each(|char| escape(char, out));
 }
 
-/// Returns a text that a model wrote as a JSON object or list, after repairs; `None` if it has another meaning or none.
+/// Repairs and parses a JSON object or list that a model wrote; `None` if the text is not exactly one object or list, or cannot be repaired.
 pub(crate) fn repaired(text: &str) -> Option<Value> {
     let (mut reader, mut json) = (JsonReader::default(), String::new());
     let text = text.trim();
