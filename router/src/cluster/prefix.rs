@@ -59,10 +59,10 @@ impl PlacementDecision<'_> {
         }
     }
 
-    /// Returns the time that the member would take to compute the prompt; `None` if it cannot.
+    /// Returns the time that the member would take to load and compute the prompt; `None` if it cannot.
     fn computing(&self, at: usize) -> Option<f64> {
         let costs = &self.costs[at];
-        costs.prefill.or(costs.local).map(|cost| cost.compute_ms)
+        costs.prefill.or(costs.local).map(|cost| cost.compute_ms + cost.load_ms)
     }
 
     /// Returns the cost of the cheapest placement in which this member computes the prompt; `None` if there is none.
