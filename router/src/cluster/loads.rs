@@ -40,18 +40,18 @@ pub(super) struct ExpectedLoads {
 #[derive(Default)]
 pub(super) struct LoadTimes {
     /// The errors of the estimates for prompts that loaded nothing, in milliseconds.
-    errors: Recent,
+    errors: LatestValues,
     /// The milliseconds for a token from each tier.
-    per_token: ByTier<Recent>,
+    per_token: ByTier<LatestValues>,
 }
 
 #[derive(Default)]
-struct Recent {
+struct LatestValues {
     values: VecDeque<f64>,
     at: Option<Instant>,
 }
 
-impl Recent {
+impl LatestValues {
     fn add(&mut self, value: f64, now: Instant) {
         if self.values.len() == RECENT {
             self.values.pop_front();

@@ -106,7 +106,7 @@ fn decoders() -> BTreeMap<&'static str, Decode> {
     Placement, PlacementTotals, PrefixFacts, PrefillChunk, PrefillDone, PrefillFinished, PrefillReply, PrefillRequest, PrefillStart,
     PrefillTimeline, Priority, PromptLogprobs, PushReply, PushRequest, ReadyBlocks, Removed, ResumedSample, RoutePrompt, RouteReply,
     RouteRequest, Sampling, Scheduled, SnapshotChunk, SnapshotRequest, StepTotals, Stored, Submitted, Ticket, Token, TokenLogprob,
-    TokenSequence, Tokens, TransferCapabilities, UnavailableWorker, Waiting, WatchReply, WatchRequest, WorkerInfo, WorkerRef,
+    TierView, TokenSequence, Tokens, TransferCapabilities, UnavailableWorker, Waiting, WatchReply, WatchRequest, WorkerInfo, WorkerRef,
     WorkerView, WorkersReply, WorkersRequest,
     ];
     all.insert("tandem.v1.Constraint.Choices", decoded::<v1::constraint::Choices>);
