@@ -82,6 +82,8 @@ pub fn cpu_settings() -> Option<UpSettings> {
     let mut settings = sim_settings();
     settings.model.model = Some(model.parse().expect("TANDEM_MODEL must be the path of a model"));
     settings.model.engine = EngineKind::Cpu;
+    // On a busy machine, the model computes prompts so slowly that requests would be refused.
+    settings.frontend.limits.max_wait = 0.0;
     Some(settings)
 }
 

@@ -309,7 +309,7 @@ async fn invalid_conversations_are_refused() {
             json!({ "chat_template_kwargs": { "messages": [] } }),
             "chat_template_kwargs.messages",
             "invalid_value",
-            &["a field of its own"],
+            &["another field of the request determines it"],
         ),
         row(
             json!({ "chat_template": "x" }),

@@ -7,6 +7,11 @@ use tandem_kv::{ByTier, Tier};
 const BLOCKS: u64 = 125;
 const TOKENS: u32 = BLOCKS as u32 * BLOCK;
 
+/// Returns the hashes of a prompt's blocks. As in real ones, each bit is random; those of neighbouring blocks in two tiers could be equal otherwise.
+fn prompt(number: u64) -> Arc<[SequenceHash]> {
+    hashes(number, 0, BLOCKS).iter().map(|hash| SequenceHash(tandem_kv::mix(hash.0))).collect()
+}
+
 /// A cluster of mixed workers in virtual time. Each computes a token in a millisecond.
 struct World {
     scenario: Scenario,
@@ -73,7 +78,7 @@ impl World {
     /// Serves twenty prompts that d0 has in its host's memory except for the first 25 blocks.
     fn learn(&mut self) {
         for number in 0..20 {
-            let prompt = hashes(number, 0, BLOCKS);
+            let prompt = prompt(number);
             self.stores("d0", &prompt, [Some(25), None, None, None]);
             let disturbed_ms = if number % 4 == 3 { 4_000.0 } else { 0.0 };
             assert_eq!(self.serve(&prompt, 25, 100, disturbed_ms), "d0");
@@ -102,14 +107,14 @@ fn time_to_load_a_token_is_learned_from_first_tokens_and_costs_its_milliseconds(
         world.learn();
         let learned = world.learned().expect("the time was learned");
         assert!((learned / load_ms - 1.0).abs() < 0.02, "{learned} instead of {load_ms}");
-        let prompt = hashes(99, 0, BLOCKS);
+        let prompt = prompt(99);
         world.stores("d0", &prompt, [Some(25), None, None, None]);
         let worker = world.explain(&prompt).workers.remove(0);
         assert_eq!(worker.overlap_blocks, BLOCKS as u32);
         assert_eq!(worker.overlap_by_tier, [("device".to_owned(), 25), ("host".to_owned(), 100)].into());
         let cost = worker.alone.expect("the worker is eligible").load_ms;
         assert!((cost / (1_600.0 * load_ms) - 1.0).abs() < 0.02, "{cost}");
-        assert!(world.scenario.recorder.render().contains(r#"tandem_router_load_ms_per_token{tier="host",worker="d0"}"#));
+        assert!(world.scenario.recorder.render().contains(r#"tandem_router_load_ms_per_token{worker="d0",tier="host"}"#));
     }
 }
 
@@ -117,7 +122,7 @@ fn time_to_load_a_token_is_learned_from_first_tokens_and_costs_its_milliseconds(
 fn worker_with_blocks_in_host_memory_beats_computing_and_loses_to_an_idle_worker_with_them_on_its_device() {
     let mut world = World::new(2, 0.2);
     world.learn();
-    let prompt = hashes(99, 0, BLOCKS);
+    let prompt = prompt(99);
     world.stores("d0", &prompt, [Some(25), None, None, None]);
     assert_eq!(world.chosen(&prompt), "d0", "loading takes 320 ms, computing 2 s");
     world.stores("d1", &prompt, [None; 4]);
@@ -137,7 +142,7 @@ fn worker_whose_loads_take_longer_than_computing_loses_to_an_idle_worker_without
     world.learn();
     world.scenario.join(info(worker_info::Role::Decode, "d1")).expect("it agrees with the other");
     world.refresh(2);
-    let prompt = hashes(99, 0, BLOCKS);
+    let prompt = prompt(99);
     world.stores("d0", &prompt, [Some(25), None, None, None]);
     assert_eq!(world.chosen(&prompt), "d1");
 }
@@ -150,7 +155,7 @@ fn blocks_of_a_shared_store_count_for_all_workers_of_the_store() {
         world.scenario.join(info).expect("it agrees with the others");
     }
     world.refresh(5);
-    let prompt = hashes(99, 0, BLOCKS);
+    let prompt = prompt(99);
     // d1 has 40 blocks on its device, and all in the store. d2 has 10 blocks on its device.
     world.stores("d1", &prompt, [None, None, Some(40), Some(125)]);
     world.stores("d2", &prompt[..10], [None; 4]);
@@ -173,7 +178,7 @@ fn blocks_of_a_shared_store_count_for_all_workers_of_the_store() {
 fn prompts_that_find_less_than_was_expected_teach_nothing() {
     let mut world = World::new(1, 0.1);
     for number in 0..20 {
-        let prompt = hashes(number, 0, BLOCKS);
+        let prompt = prompt(number);
         world.stores("d0", &prompt, [Some(25), None, None, None]);
         world.serve(&prompt, 25, 100 - 1 - number as u32, 0.0);
     }
