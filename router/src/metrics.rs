@@ -5,7 +5,7 @@ use crate::{applied::Applied, index::Skipped};
 use metrics::{Counter, Gauge, Histogram};
 use tandem_process::Metrics;
 use tandem_proto::{
-    Funnel,
+    Cause, Funnel,
     v1::{PrefixFacts, WorkerInfo},
 };
 
@@ -114,9 +114,33 @@ impl RouterMetrics {
         }
     }
 
-    /// Returns the series of a member's prompts to the model.
-    pub(crate) fn prefix_series<'a>(&'a self, worker_id: &'a str, model: &'a str) -> PrefixSeries<'a> {
-        PrefixSeries { of_all: &self.registry, of_worker: self.registry.part(worker_id), worker_id, model }
+    /// Returns the series of a worker's prompts to the model. They are exported as long as those of the worker.
+    pub(crate) fn prefix_series(&self, worker_id: &str, model: &str) -> PrefixSeries {
+        let of_worker = self.registry.part(worker_id);
+        let counter =
+            |name, help, label, value| of_worker.counter(name, help, &[("worker", worker_id), ("model", model), (label, value)]);
+        let help = "Prompt tokens by why they were not found in a cache, or `found`. Together they are the prompts.";
+        let by_cause = |cause| counter("tandem_router_prefix_tokens_total", help, "cause", cause);
+        let help = "Prompt tokens that any worker had cached (possible), that an eligible worker had (eligible), that were predicted for the chosen worker (chosen), and that its engine found (found).";
+        let stage = |stage| counter("tandem_router_funnel_tokens_total", help, "stage", stage);
+        let histogram = |name, help| self.registry.histogram(name, help, &[("model", model)]);
+        PrefixSeries {
+            found: by_cause("found"),
+            causes: Cause::ALL.map(|cause| by_cause(cause.label())),
+            stages: ["prompt", "possible", "eligible", "chosen", "found"].map(stage),
+            regret_tokens: histogram(
+                "tandem_router_regret_tokens",
+                "Tokens of a prompt that an eligible worker had cached beyond those of the chosen worker.",
+            ),
+            regret_seconds: histogram(
+                "tandem_router_regret_seconds",
+                "Estimated time that the eligible worker with the most cached blocks of a prompt would have saved.",
+            ),
+            error_tokens: histogram(
+                "tandem_router_prediction_error_tokens",
+                "Difference between the tokens that were predicted to be cached and those that were found.",
+            ),
+        }
     }
 
     pub(crate) fn worker(&self, worker_id: &str) -> WorkerSeries {
@@ -194,43 +218,25 @@ impl FindingSeries {
     }
 }
 
-/// Series about the prompts that a worker has computed for one model: what they could have reused, and why they did not. They are exported
-/// as long as those of the worker.
-pub(crate) struct PrefixSeries<'a> {
-    of_all: &'a Metrics,
-    of_worker: Metrics,
-    worker_id: &'a str,
-    model: &'a str,
+/// Series about the prompts that a worker has computed for one model: what they could have reused, and why they did not.
+pub(crate) struct PrefixSeries {
+    found: Counter,
+    causes: [Counter; Cause::ALL.len()],
+    stages: [Counter; 5],
+    regret_tokens: Histogram,
+    regret_seconds: Histogram,
+    error_tokens: Histogram,
 }
 
-impl PrefixSeries<'_> {
+impl PrefixSeries {
     pub(crate) fn count(&self, funnel: &Funnel, facts: &PrefixFacts) {
-        let Self { of_all, of_worker, worker_id, model } = self;
-        let add = |name, help, (label, value), tokens| {
-            if tokens > 0 {
-                of_worker.counter(name, help, &[("worker", worker_id), ("model", model), (label, value)]).increment(tokens);
-            }
-        };
-        let Funnel { prompt, possible, eligible, chosen, found, causes } = funnel;
-        let help = "Prompt tokens by why they were not found in a cache, or `found`. Together they are the prompts.";
-        let found_tokens = std::iter::once(("found", *found));
-        for (cause, tokens) in found_tokens.chain(causes.iter().map(|(cause, tokens)| (cause.label(), tokens))) {
-            add("tandem_router_prefix_tokens_total", help, ("cause", cause), tokens);
-        }
-        let help = "Prompt tokens that any worker had cached (possible), that an eligible worker had (eligible), that were predicted for the chosen worker (chosen), and that its engine found (found).";
-        let stages = [("prompt", prompt), ("possible", possible), ("eligible", eligible), ("chosen", chosen), ("found", found)];
-        for (stage, tokens) in stages {
-            add("tandem_router_funnel_tokens_total", help, ("stage", stage), *tokens);
-        }
-        let histogram = |name, help, value: f64| of_all.histogram(name, help, &[("model", model)]).record(value);
-        let help = "Tokens of a prompt that an eligible worker had cached beyond those of the chosen worker.";
-        histogram("tandem_router_regret_tokens", help, eligible.saturating_sub((*chosen).max(*found)) as f64);
-        let help =
-            "Estimated time of computation that the eligible worker with the most cached blocks of a prompt would have saved.";
-        let saved_ms = facts.eligible.as_ref().map_or(0.0, |eligible| eligible.saved_ms);
-        histogram("tandem_router_regret_seconds", help, saved_ms / 1e3);
-        let help = "Difference between the tokens that were predicted to be cached and those that were found.";
-        histogram("tandem_router_prediction_error_tokens", help, chosen.abs_diff(*found) as f64);
+        let Funnel { prompt, possible, eligible, chosen, found, causes } = *funnel;
+        self.found.increment(found);
+        causes.iter().for_each(|(cause, tokens)| self.causes[cause as usize].increment(tokens));
+        self.stages.iter().zip([prompt, possible, eligible, chosen, found]).for_each(|(stage, tokens)| stage.increment(tokens));
+        self.regret_tokens.record(eligible.saturating_sub(chosen.max(found)) as f64);
+        self.regret_seconds.record(facts.eligible.as_ref().map_or(0.0, |eligible| eligible.saved_ms) / 1e3);
+        self.error_tokens.record(chosen.abs_diff(found) as f64);
     }
 }
 

@@ -20,7 +20,7 @@ use crate::{
     breaker::Breaker,
     demand::DemandSums,
     index::{PrefixIndex, Replacement, WorkerSlot},
-    metrics::WorkerSeries,
+    metrics::{PrefixSeries, WorkerSeries},
     predictions::{Predictions, UnreportedPrompts},
     prefill_queue::{Departure, PrefillQueue},
     rates::{MeasuredLogs, Measurement},
@@ -89,6 +89,8 @@ pub(super) struct Member {
     pub(super) queue: PrefillQueue,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
+    /// The series of the worker's prompts by model, from each model's first prompt on.
+    pub(super) prefix_series: HashMap<Arc<str>, PrefixSeries>,
     pub(super) findings: Findings,
     pub(super) loads: LoadTimes,
     /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
@@ -229,6 +231,7 @@ impl ClusterMembers {
             queue,
             breaker: Breaker::default(),
             series,
+            prefix_series: HashMap::new(),
             findings: Findings::default(),
             loads: LoadTimes::default(),
             placements: v1::PlacementTotals::default(),

@@ -98,7 +98,7 @@ pub(super) fn compare(
     member.findings.add(FoundBlocks { reported: *reported, known: facts.known_blocks, found });
     member.loads.learn(loads, found, now);
     member.export_findings();
-    let Member { series, placements, info, .. } = member;
+    let Member { series, prefix_series, placements, info, .. } = member;
     let predicted = u64::from(facts.expected_blocks) * u64::from(*block_size);
     let (over, under) = (predicted.saturating_sub(actual.into()), u64::from(actual).saturating_sub(predicted));
     series.overlap_over.increment(over);
@@ -106,6 +106,7 @@ pub(super) fn compare(
     placements.overlap_over_tokens += over;
     placements.overlap_under_tokens += under;
     let funnel = Funnel::of(facts, *prompt_tokens, *block_size, actual);
-    metrics.prefix_series(&info.worker_id, model).count(&funnel, facts);
+    let of_model = prefix_series.entry(model.clone()).or_insert_with(|| metrics.prefix_series(&info.worker_id, model));
+    of_model.count(&funnel, facts);
     funnel
 }
