@@ -13,7 +13,7 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
         role: member.info.role,
         overlap_blocks: candidate.overlap_blocks,
         predicted_blocks: candidate.predicted_blocks,
-        overlap_by_tier: if candidate.load_blocks() > 0 { tier_names(candidate.tier_blocks) } else { HashMap::new() },
+        overlap_by_tier: if candidate.load_blocks() > 0 { tier_names(candidate.tier_blocks()) } else { HashMap::new() },
         queued_tokens: candidate.queued_tokens,
         sequences: candidate.sequences,
         cache_filled: candidate.cache_filled,

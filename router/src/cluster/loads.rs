@@ -76,7 +76,7 @@ impl ExpectedLoads {
             placed: now,
             first_token_ms,
             found: computes.overlap_blocks + computes.predicted_blocks,
-            tokens: computes.tier_blocks.map(|blocks| blocks.saturating_mul(block_size)),
+            tokens: computes.tier_blocks().map(|blocks| blocks.saturating_mul(block_size)),
             took: None,
         }
     }

@@ -68,6 +68,15 @@ impl PlacementQuery {
     }
 }
 
+/// The tiers of a worker's cached blocks of a prompt, and what loading these blocks takes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TierLoads {
+    /// The blocks of [`Candidate::overlap_blocks`] by the tier from which the engine uses them.
+    pub blocks: ByTier<u32>,
+    /// The milliseconds that loading a token takes from each tier; `None`: not measured.
+    pub ms_per_token: ByTier<Option<Measurement>>,
+}
+
 /// A worker as one placement sees it: its reported state, and the load of requests placed on it that its report does not include yet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
@@ -87,10 +96,8 @@ pub struct Candidate {
     pub known_blocks: u32,
     /// Leading blocks of the prompt that the worker's engine is expected to find in its cache.
     pub overlap_blocks: u32,
-    /// The blocks of `overlap_blocks` by the tier from which the engine uses them.
-    pub tier_blocks: ByTier<u32>,
-    /// The milliseconds that loading a token takes from each tier; `None`: not measured.
-    pub load_ms_per_token: ByTier<Option<Measurement>>,
+    /// The tiers of the blocks of `overlap_blocks`; `None` if no worker reports tiers, so that all are on their devices.
+    pub tiers: Option<Box<TierLoads>>,
     /// Leading blocks after `overlap_blocks` that placed requests are about to compute on the worker.
     pub predicted_blocks: u32,
     /// The fraction of the worker's cache that is filled, from 0 to 1. It includes what placed requests are about to store.
@@ -140,7 +147,12 @@ impl Candidate {
 
     /// Returns how many cached blocks of the prompt the worker would load to its device.
     pub(crate) fn load_blocks(&self) -> u32 {
-        self.tier_blocks[1..].iter().sum()
+        self.tier_blocks()[1..].iter().sum()
+    }
+
+    /// Returns the cached blocks of the prompt by the tier from which the engine uses them.
+    pub(crate) fn tier_blocks(&self) -> ByTier<u32> {
+        self.tiers.as_ref().map_or([self.overlap_blocks, 0, 0, 0], |tiers| tiers.blocks)
     }
 
     /// Returns how many tokens of the prompt the worker would compute if its first `known_blocks` blocks need not be computed.

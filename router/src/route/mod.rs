@@ -7,7 +7,7 @@ mod candidate;
 mod family;
 mod policy;
 
-pub use candidate::{ByRole, Candidate, PlacementQuery, WorkerDemand, WorkerRole};
+pub use candidate::{ByRole, Candidate, PlacementQuery, TierLoads, WorkerDemand, WorkerRole};
 pub use family::{WorkerPair, cheapest_pair, paired_families};
 pub use policy::{Cost, PlacementSeed};
 

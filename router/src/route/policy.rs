@@ -1,6 +1,6 @@
 //! Policies. A policy estimates the cost of using a worker.
 
-use super::candidate::{ByRole, Candidate, PlacementQuery, WorkerDemand, WorkerRole};
+use super::candidate::{ByRole, Candidate, PlacementQuery, TierLoads, WorkerDemand, WorkerRole};
 use crate::{
     rates::{MeanRate, Measurement},
     settings::{Costs, PolicyKind},
@@ -116,8 +116,9 @@ impl RouteRates {
             (family.clone(), MeanRate::of(measured.into_iter(), costs.transfer_bytes_per_second).value())
         };
         let prefill_tokens_per_second = mean(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second);
+        let with_tiers: Vec<&TierLoads> = workers.iter().filter_map(|worker| worker.tiers.as_deref()).collect();
         let load_ms_per_token = Tier::ALL.map(|tier| {
-            let measured = workers.iter().filter_map(|worker| worker.load_ms_per_token[tier.index()]);
+            let measured = with_tiers.iter().filter_map(|tiers| tiers.ms_per_token[tier.index()]);
             MeanRate::of(measured, LOAD_OF_COMPUTE[tier.index()] * 1e3 / prefill_tokens_per_second.value())
         });
         Self {
@@ -149,11 +150,12 @@ impl RouteRates {
     /// Returns the time to load those cached blocks of the prompt that are not on the worker's device. The engine computes other
     /// requests meanwhile, so these are not delayed.
     fn load_ms(&self, worker: &Candidate, query: &PlacementQuery) -> f64 {
+        let Some(tiers) = &worker.tiers else { return 0.0 };
         let ms = |tier: Tier| {
-            let tokens = f64::from(worker.tier_blocks[tier.index()]) * f64::from(query.block_size);
-            tokens * self.load_ms_per_token[tier.index()].for_worker(worker.load_ms_per_token[tier.index()])
+            let tokens = f64::from(tiers.blocks[tier.index()]) * f64::from(query.block_size);
+            tokens * self.load_ms_per_token[tier.index()].for_worker(tiers.ms_per_token[tier.index()])
         };
-        Tier::ALL.into_iter().filter(|tier| *tier > Tier::Device && worker.tier_blocks[tier.index()] > 0).map(ms).sum()
+        Tier::ALL.into_iter().filter(|tier| *tier > Tier::Device && tiers.blocks[tier.index()] > 0).map(ms).sum()
     }
 
     /// Returns how many of `tokens` prompt tokens one step of the worker computes. If answers run, this follows from the worker's prompt share.

@@ -1,7 +1,12 @@
 //! Members as candidates for a placement.
 
 use super::{ClusterMembers, Member, MemberPrefix};
-use crate::{cluster::loads, rates::Measurement, route::Candidate, settings::Costs};
+use crate::{
+    cluster::loads,
+    rates::Measurement,
+    route::{Candidate, TierLoads},
+    settings::Costs,
+};
 use std::collections::{BTreeMap, BTreeSet};
 use tandem_kv::{ByTier, InstanceId, SequenceHash, Tier};
 use tandem_proto::v1;
@@ -22,7 +27,7 @@ impl ClusterMembers {
         let unreported = self.unreported.leading_blocks(hashes, now);
         let chains = self.index.tier_chains(hashes);
         let chains_of = |member: &Member| chains.get(member.slot.0 as usize).copied().unwrap_or([None; 4]);
-        let stores = self.store_blocks(&chains_of);
+        let stores = if chains.is_empty() { BTreeMap::new() } else { self.store_blocks(&chains_of) };
         let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
@@ -34,8 +39,11 @@ impl ClusterMembers {
             let indexed = own.max(stored);
             let held = if held.is_empty() { indexed } else { of(&held, member).max(stored) };
             let prefix = member.prefix(held, indexed, indexed.max(late), computed);
-            let tier_blocks = loads::tier_blocks(chains_of(member), own, late.max(computed), prefix.overlap_blocks);
-            Candidate { excluded, tier_blocks, ..member.candidate(prefix, now, costs) }
+            let tiers = (!chains.is_empty()).then(|| {
+                let blocks = loads::tier_blocks(chains_of(member), own, late.max(computed), prefix.overlap_blocks);
+                Box::new(TierLoads { blocks, ms_per_token: member.loads.measurements(now, costs) })
+            });
+            Candidate { excluded, tiers, ..member.candidate(prefix, now, costs) }
         };
         members.iter().map(candidate).collect()
     }
@@ -72,8 +80,7 @@ impl Member {
             reported_blocks: prefix.reported_blocks,
             known_blocks: prefix.known_blocks,
             overlap_blocks: prefix.overlap_blocks,
-            tier_blocks: [prefix.overlap_blocks, 0, 0, 0],
-            load_ms_per_token: self.loads.measurements(now, costs),
+            tiers: None,
             predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
             queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens),
