@@ -86,13 +86,13 @@ impl Load {
     }
 }
 
-/// Sends request `number`, and repeats it at another frontend if its frontend ends.
+/// Sends request `number`, and repeats it at another frontend if its frontend is down.
 async fn complete(frontends: &[Client], number: usize, salt: &str) -> ClientRecord {
     let request = nth(number, &format!("{salt} {}", number / (DISTINCT * TIMES)));
     let sent = Instant::now();
     for repeated in 0.. {
         let outcome = frontends[repeated % frontends.len()].answer(Endpoint::Chat.path(), &request).await;
-        if frontend_has_ended(&outcome) && repeated + 1 < REQUESTS_MAX {
+        if frontend_is_down(&outcome) && repeated + 1 < REQUESTS_MAX {
             tokio::time::sleep(PAUSE * u32::from(repeated > 0)).await;
             continue;
         }
@@ -105,11 +105,11 @@ async fn complete(frontends: &[Client], number: usize, salt: &str) -> ClientReco
     unreachable!("the last repetition returns")
 }
 
-/// Returns whether the frontend has ended: its connection broke or was refused, or it answered that it drains. Clients repeat a request after no
-/// other failure.
-fn frontend_has_ended(outcome: &Outcome) -> bool {
+/// Returns whether the frontend has ended or is being replaced: its connection broke or was refused, or it answered that it drains or starts.
+/// Clients repeat a request after no other failure.
+fn frontend_is_down(outcome: &Outcome) -> bool {
     match outcome {
-        Ok(answer) => answer.status == 503 && answer.last()["error"]["code"] == "draining",
+        Ok(answer) => answer.status == 503 && matches!(answer.last()["error"]["code"].as_str(), Some("draining" | "starting")),
         Err(error) => error.downcast_ref::<reqwest::Error>().is_some(),
     }
 }

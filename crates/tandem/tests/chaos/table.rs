@@ -18,7 +18,7 @@ pub struct Row {
     pub requests: usize,
     /// The number of requests without a complete answer, not counting those of clients that disconnected.
     pub failed: usize,
-    /// The number of requests that a client repeated at another frontend, because the frontend that it used had ended.
+    /// The number of requests that a client repeated at another frontend, because the frontend that it used was down.
     pub repeated: usize,
     /// The number of answers that failed over to another worker after their first token.
     pub resumed: u64,
