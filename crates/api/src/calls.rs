@@ -10,7 +10,8 @@ use tandem_grammar::{Constraint, Kind};
 use tandem_text::chat::{ToolCallParser, ToolChoice, Tools};
 
 /// Adds the constraint that makes the model call the required tools. If it may call tools and its text is constrained to JSON, it can do
-/// either.
+/// either. Otherwise
+/// the text is free, except the inputs of tools that have a grammar.
 ///
 /// # Errors
 /// The text is constrained, and the model's format of tool calls cannot be part of the constraint.
@@ -25,12 +26,17 @@ pub(crate) fn constrain(options: &mut Options, tools: &Tools, parser: ToolCallPa
     if tools.choice != ToolChoice::Auto {
         return Ok(());
     }
-    let Some(stated) = options.constraint.take() else { return Ok(()) };
+    let Some(stated) = options.constraint.take() else {
+        let inputs = tools.call_inputs(parser);
+        return inputs.map_or(Ok(()), |kind| options.constrain(Stated { param: "tools".to_owned(), constraint: kind.into() }));
+    };
     let schema = match &stated.constraint.kind {
         Kind::JsonSchema { schema, .. } => serde_json::from_str(schema).unwrap_or(Value::Null),
         Kind::JsonObject => json!({ "type": "object" }),
         // The client has written the constraint for this model, and for its tool calls if it wants them.
-        Kind::Regex(_) | Kind::Choice(_) | Kind::Grammar(_) | Kind::StructuralTag(_) => return options.constrain(stated),
+        Kind::Regex(_) | Kind::Choice(_) | Kind::Grammar(_) | Kind::StructuralTag(_) | Kind::CallInputs(_) => {
+            return options.constrain(stated);
+        }
     };
     let tag = tools.calls_or_answer(parser, schema).ok_or_else(|| conflict(&stated.param, "tools"))?;
     options.constrain(Stated { constraint: Constraint::from(Kind::StructuralTag(tag.to_string())), ..stated })

@@ -1,7 +1,8 @@
 //! A model's tokens, in the form that the compiler of constraints needs.
 
 use crate::{
-    Constraint, GrammarError, Kind, Matcher, matcher::SharedTrie, schema::PROPERTIES_MAX, source, stack::on_large_stack,
+    Constraint, GrammarError, Kind, Matcher, inputs::Inputs, matcher::SharedTrie, schema::PROPERTIES_MAX, source,
+    stack::on_large_stack,
 };
 use llguidance::{
     ParserFactory,
@@ -57,6 +58,10 @@ impl Vocabulary {
         LazyLock::force(&self.0);
     }
 
+    fn built(&self) -> Result<&Built, GrammarError> {
+        LazyLock::force(&self.0).as_ref().map_err(Clone::clone)
+    }
+
     /// Compiles a constraint. Where the constrained text is complete, `stop_tokens` may end it. Blocks its thread for milliseconds; the first call
     /// takes a fraction of a second.
     ///
@@ -64,7 +69,17 @@ impl Vocabulary {
     /// Returns a [`GrammarError`] if the constraint cannot be enforced.
     pub fn compile(&self, constraint: &Constraint, stop_tokens: &[TokenId]) -> Result<Matcher, GrammarError> {
         let compiled = on_large_stack("tandem-grammar", || {
-            let built = LazyLock::force(&self.0).as_ref().map_err(Clone::clone)?;
+            let built = self.built()?;
+            let shared = SharedTrie { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
+            if let Kind::CallInputs(inputs) = &constraint.kind {
+                let bytes = Self::bytes().built()?;
+                let parser = |grammar| {
+                    bytes.factory.create_parser(grammar).map_err(|error| GrammarError::invalid(format!("{error:#}").trim()))
+                };
+                let parsers = source::of_inputs(constraint, inputs)?.into_iter().map(parser).collect::<Result<Vec<_>, _>>()?;
+                let inputs = Inputs::new(inputs, parsers, Arc::new(shared), Arc::clone(&bytes.trie))?;
+                return Ok(Matcher::of_inputs(inputs, constraint.begins_after.as_deref()));
+            }
             let parser = built.factory.create_parser(source::of(constraint)?).map_err(|error| {
                 let message = format!("{error:#}");
                 match &constraint.kind {
@@ -72,7 +87,6 @@ impl Vocabulary {
                     _ => GrammarError::invalid(message.trim()),
                 }
             })?;
-            let shared = SharedTrie { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
             Matcher::new(parser, shared, constraint.begins_after.as_deref())
         });
         compiled.unwrap_or_else(|error| Err(GrammarError::invalid(error)))
