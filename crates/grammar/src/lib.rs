@@ -6,10 +6,10 @@
 //! Constraints come from clients. llguidance follows rules, references and nested schemas by recursion and without limits, so they are counted
 //! before it sees them, and it runs on a thread with a large stack.
 
+mod call_step;
 mod ebnf;
 mod error;
-mod input_steps;
-mod inputs;
+mod input_matcher;
 mod lark;
 mod marker;
 mod matcher;
@@ -124,7 +124,7 @@ pub const CHOICES_MAX: usize = 4_096;
 /// Maximum number of tools whose inputs a constraint may have.
 pub const CALL_INPUTS_MAX: usize = 32;
 /// Maximum number of ways to write a call of one tool.
-const PLACES_MAX: usize = 16;
+const PLACES_MAX: usize = 4;
 
 /// Checks whether the constraint can be enforced. Blocks its thread for milliseconds, and up to about a second for a very large
 /// constraint.

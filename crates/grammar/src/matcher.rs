@@ -1,6 +1,6 @@
 //! The state of one text under a constraint.
 
-use crate::{GrammarError, MatchError, inputs::Inputs, marker::Marker};
+use crate::{GrammarError, MatchError, input_matcher::InputMatcher, marker::Marker};
 use llguidance::{
     TokenParser,
     api::StopReason,
@@ -11,7 +11,7 @@ use tandem_kv::TokenId;
 
 /// The tokens that a constraint allows at one point of a text: bit `token % 32` of word `token / 32`. There is a bit for every logit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mask(Box<[u32]>);
+pub struct Mask(pub(crate) Box<[u32]>);
 
 pub(crate) struct SharedTrie {
     pub trie: Arc<ApproximateTokEnv>,
@@ -32,7 +32,7 @@ enum Parser {
     /// The whole text is constrained.
     Text(Box<llguidance::Matcher>),
     /// Only the inputs of certain calls are.
-    Inputs(Box<Inputs>),
+    Inputs(Box<InputMatcher>),
 }
 
 impl Mask {
@@ -71,10 +71,6 @@ impl Mask {
         }
     }
 
-    pub(crate) fn from_words(words: &[u32]) -> Self {
-        Self(words.into())
-    }
-
     pub(crate) fn is_empty(&self) -> bool {
         self.0.iter().all(|word| *word == 0)
     }
@@ -98,7 +94,7 @@ impl Mask {
 impl Matcher {
     pub(crate) fn new(parser: TokenParser, shared: SharedTrie, marker: Option<&str>) -> Result<Self, GrammarError> {
         let parser = Parser::Text(Box::new(llguidance::Matcher::new(Ok(parser))));
-        let mut matcher = Self::of(parser, Arc::new(shared), marker);
+        let mut matcher = Self::of(parser, shared, marker);
         // The first mask shows whether any text meets the constraint.
         match matcher.mask() {
             Ok(_) => Ok(matcher),
@@ -106,14 +102,13 @@ impl Matcher {
         }
     }
 
-    pub(crate) fn of_inputs(inputs: Inputs, marker: Option<&str>) -> Self {
-        let shared = inputs.trie();
+    pub(crate) fn of_inputs(inputs: InputMatcher, shared: SharedTrie, marker: Option<&str>) -> Self {
         Self::of(Parser::Inputs(Box::new(inputs)), shared, marker)
     }
 
-    fn of(parser: Parser, shared: Arc<SharedTrie>, marker: Option<&str>) -> Self {
+    fn of(parser: Parser, shared: SharedTrie, marker: Option<&str>) -> Self {
         let marker = marker.filter(|marker| !marker.is_empty()).map(|text| Marker::new(text, &shared.trie));
-        Self { parser, shared, marker }
+        Self { parser, shared: Arc::new(shared), marker }
     }
 
     /// Returns whether the text meets the constraint and cannot be continued.

@@ -2,7 +2,7 @@
 
 use crate::{
     CALL_INPUTS_MAX, CHOICES_MAX, CONSTRAINT_BYTES_MAX, CallInput, Constraint, GrammarError, Kind, PLACES_MAX, ebnf,
-    inputs::OUTER,
+    input_matcher::OUTER,
     lark::{UnenforcedKeywords, literal, with_options},
     rules, schema, structural_tag,
 };

@@ -1,7 +1,7 @@
 //! A model's tokens, in the form that the compiler of constraints needs.
 
 use crate::{
-    Constraint, GrammarError, Kind, Matcher, inputs::Inputs, matcher::SharedTrie, schema::PROPERTIES_MAX, source,
+    Constraint, GrammarError, Kind, Matcher, input_matcher::InputMatcher, matcher::SharedTrie, schema::PROPERTIES_MAX, source,
     stack::on_large_stack,
 };
 use llguidance::{
@@ -26,7 +26,7 @@ pub struct Vocabulary(LazyLock<Result<Built, GrammarError>, Build>);
 
 type Build = Box<dyn FnOnce() -> Result<Built, GrammarError> + Send + Sync>;
 
-pub(crate) struct Built {
+struct Built {
     factory: ParserFactory,
     trie: Arc<ApproximateTokEnv>,
 }
@@ -58,10 +58,6 @@ impl Vocabulary {
         LazyLock::force(&self.0);
     }
 
-    fn built(&self) -> Result<&Built, GrammarError> {
-        LazyLock::force(&self.0).as_ref().map_err(Clone::clone)
-    }
-
     /// Compiles a constraint. Where the constrained text is complete, `stop_tokens` may end it. Blocks its thread for milliseconds; the first call
     /// takes a fraction of a second.
     ///
@@ -69,16 +65,14 @@ impl Vocabulary {
     /// Returns a [`GrammarError`] if the constraint cannot be enforced.
     pub fn compile(&self, constraint: &Constraint, stop_tokens: &[TokenId]) -> Result<Matcher, GrammarError> {
         let compiled = on_large_stack("tandem-grammar", || {
-            let built = self.built()?;
+            let built = LazyLock::force(&self.0).as_ref().map_err(Clone::clone)?;
             let shared = SharedTrie { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
+            let marker = constraint.begins_after.as_deref();
             if let Kind::CallInputs(inputs) = &constraint.kind {
-                let bytes = Self::bytes().built()?;
-                let parser = |grammar| {
-                    bytes.factory.create_parser(grammar).map_err(|error| GrammarError::invalid(format!("{error:#}").trim()))
-                };
-                let parsers = source::of_inputs(constraint, inputs)?.into_iter().map(parser).collect::<Result<Vec<_>, _>>()?;
-                let inputs = Inputs::new(inputs, parsers, Arc::new(shared), Arc::clone(&bytes.trie))?;
-                return Ok(Matcher::of_inputs(inputs, constraint.begins_after.as_deref()));
+                let parser = |grammar| built.factory.create_parser(grammar).map(|parser| parser.parser);
+                let parsers = source::of_inputs(constraint, inputs)?.into_iter().map(parser).collect::<Result<Vec<_>, _>>();
+                let parsers = parsers.map_err(|error| GrammarError::invalid(format!("{error:#}").trim()))?;
+                return Ok(Matcher::of_inputs(InputMatcher::new(inputs, parsers, Arc::clone(&built.trie))?, shared, marker));
             }
             let parser = built.factory.create_parser(source::of(constraint)?).map_err(|error| {
                 let message = format!("{error:#}");
@@ -87,7 +81,7 @@ impl Vocabulary {
                     _ => GrammarError::invalid(message.trim()),
                 }
             })?;
-            Matcher::new(parser, shared, constraint.begins_after.as_deref())
+            Matcher::new(parser, shared, marker)
         });
         compiled.unwrap_or_else(|error| Err(GrammarError::invalid(error)))
     }

@@ -1,6 +1,7 @@
 //! Tests of the inputs of tools within a free text.
 
-use crate::{CALL_INPUTS_MAX, CallInput, InputPlace, Kind, Matcher, Vocabulary, check};
+use crate::{CALL_INPUTS_MAX, CallInput, InputPlace, Kind, Matcher, Vocabulary, check, lark::literal};
+use proptest::{collection::vec, prelude::*, sample::select};
 
 /// Tokens of several bytes.
 const LONG: [&str; 9] =
@@ -61,7 +62,7 @@ fn grammar_of_an_input_holds_for_the_decoded_string_in_every_call() {
         "Text {\"name\": \"patch\"} <tool_call>\n{\"name\": \"other\", \"arguments\": {\"input\": \"no\"}}\n</tool_call>\n";
     assert_eq!(allowed_bytes(&mut matcher, free), free.len());
     for call in [
-        "<tool_call>\n{\"name\": \"patch\", \"arguments\": {\"input\": \"goa\\u00e9\\n\\tb\\\"\\n!\"}}\n</tool_call>",
+        "<tool_call>\n{\"name\": \"patch\", \"arguments\": {\"input\": \"goaé\\n\\tb\\\"\\n!\"}}\n</tool_call>",
         "<tool_call>{\"name\":\"patch\",\"arguments\":{\"input\":\"goaé\\u000a!\"}}</tool_call> and more",
     ] {
         assert_eq!(allowed_bytes(&mut matcher, call), call.len(), "{call}");
@@ -75,7 +76,10 @@ fn grammar_of_an_input_holds_for_the_decoded_string_in_every_call() {
         (", \"arguments\": {\"input\": \"gx!", ", \"arguments\": {\"input\": \"g".len()),
         (", \"arguments\": {\"input\": \"goa\n", ", \"arguments\": {\"input\": \"goa".len()),
         (", \"arguments\": {\"input\": \"goa\"", ", \"arguments\": {\"input\": \"goa".len()),
-        (", \"arguments\": {\"input\": \"goa\\u0041", ", \"arguments\": {\"input\": \"goa\\u004".len()),
+        // Only a line feed, which ends the line, or a tabulator can be escaped here.
+        (", \"arguments\": {\"input\": \"goa\\u0041", ", \"arguments\": {\"input\": \"goa\\u00".len()),
+        (", \"arguments\": {\"input\": \"goa\\u001", ", \"arguments\": {\"input\": \"goa\\u00".len()),
+        (", \"arguments\": {\"input\": \"goa\\u000a!\\", ", \"arguments\": {\"input\": \"goa\\u000a!".len()),
         (", \"arguments\": {\"input\": \"goa\\n!\", \"x\"", ", \"arguments\": {\"input\": \"goa\\n!\"".len()),
     ] {
         let mut matcher = matcher.clone();
@@ -178,4 +182,109 @@ fn hostile_inputs_are_refused_in_bounded_time() {
     empty.places[0].begin = Vec::new();
     assert!(checked(vec![empty]).is_err());
     assert!(begun.elapsed() < std::time::Duration::from_secs(30));
+}
+
+/// The inputs of a tool. Several of them need escapes in JSON, or contain a part of the closing tag.
+const INPUTS: [&str; 6] = ["a!", "a", "é\n!", "\"\\!", "</v!\n</", ""];
+
+/// Returns all ways to write what follows the name in a call, as JSON and between tags.
+fn rests() -> Vec<String> {
+    let spaced = |texts: Vec<String>, part: &str| -> Vec<String> {
+        texts.iter().flat_map(|text| ["", " "].map(|space| format!("{text}{space}{part}"))).collect()
+    };
+    let mut rests = Vec::new();
+    for input in INPUTS {
+        let escaped = input.replace('\\', "\\\\").replace('"', "\\\"");
+        for line_feed in ["\\n", "\\u000a", "\\u000A"] {
+            let heads = [":", "{", "\""].into_iter().fold(vec![String::new()], spaced);
+            let quoted = heads.iter().map(|head| format!("{head}{}\"", escaped.replace('\n', line_feed))).collect();
+            rests.extend(spaced(quoted, "}"));
+        }
+        let tagged = spaced(vec![String::new()], "<v>").iter().map(|head| format!("{head}{input}</v>")).collect();
+        rests.extend(spaced(tagged, "</f>"));
+    }
+    rests
+}
+
+/// Returns the number of bytes of the text that are allowed.
+fn allowed_naively(text: &[u8], rests: &[String]) -> usize {
+    let mut at = 0;
+    loop {
+        let ends_name = |end: &usize| ["<t>p", "<t> p", "<f>p"].iter().any(|begin| text[at..*end].ends_with(begin.as_bytes()));
+        let Some(end) = (at..=text.len()).find(ends_name) else { return text.len() };
+        let is_tagged = text[..end].ends_with(b"<f>p");
+        let rests = rests.iter().map(String::as_bytes);
+        let rests: Vec<&[u8]> = rests.filter(|rest| rest.ends_with(b"</f>") == is_tagged).collect();
+        match rests.iter().find(|rest| text[end..].starts_with(rest)) {
+            Some(rest) => at = end + rest.len(),
+            None => {
+                let common = |rest: &&[u8]| rest.iter().zip(&text[end..]).take_while(|(one, other)| one == other).count();
+                return end + rests.iter().map(common).max().unwrap_or_default();
+            }
+        }
+    }
+}
+
+fn a_piece() -> impl Strategy<Value = Vec<u8>> {
+    let call = (select(rests()), any::<bool>()).prop_map(|(rest, spaced)| {
+        let begin = if rest.ends_with("</f>") {
+            "<f>p"
+        } else if spaced {
+            "<t> p"
+        } else {
+            "<t>p"
+        };
+        format!("{begin}{rest}").into_bytes()
+    });
+    let changed = (call.clone(), any::<prop::sample::Index>(), select(b"<pa!\"\\}>0".to_vec()));
+    let changed = changed.prop_map(|(mut call, at, byte)| {
+        let at = at.index(call.len());
+        call[at] = byte;
+        call
+    });
+    let free = select(vec!["x", "<t>", "<t", "<t>q", "<f>", "é", "p:{\""]).prop_map(|text| text.as_bytes().to_vec());
+    prop_oneof![2 => call, 2 => changed, 1 => free]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn any_split_of_a_text_into_tokens_is_judged_like_its_bytes(
+        pieces in vec(a_piece(), 1..4),
+        lengths in vec(1..5_usize, 1..8),
+    ) {
+        let text = pieces.concat();
+        let mut rest = &text[..];
+        let mut tokens = Vec::new();
+        for length in lengths.iter().cycle() {
+            let (token, after) = rest.split_at((*length).min(rest.len()));
+            tokens.push(token);
+            rest = after;
+            if rest.is_empty() {
+                break;
+            }
+        }
+        let mut words = tokens.clone();
+        words.sort_unstable();
+        words.dedup();
+        let grammar = format!("start: {}", INPUTS.map(literal).join(" | "));
+        let places = vec![place(&["<t>", "p"], &[":", "{", "\""], None, &["}"]), place(&["<f>p"], &["<v>"], Some("</v>"), &["</f>"])];
+        let constraint = Kind::CallInputs(vec![CallInput { places, kind: Kind::Grammar(grammar) }]).into();
+        // Every byte is a token too, so that each text can be continued.
+        let bytes: Vec<u8> = (0..=u8::MAX).collect();
+        let singles = bytes.chunks(1).filter(|byte| !words.contains(byte));
+        let vocabulary = Vocabulary::new(words.iter().copied().chain(singles).map(|word| (word, false)), words.len() + 256);
+        let mut matcher = vocabulary.compile(&constraint, &[]).expect("the grammar can be enforced");
+        let (rests, mut end) = (rests(), 0);
+        for token in tokens {
+            end += token.len();
+            let id = words.binary_search(&token).expect("it is a word") as u32;
+            let expected = allowed_naively(&text[..end], &rests) == end;
+            prop_assert_eq!(allowed_tokens(&mut matcher, &[id]) == 1, expected, "the token up to byte {} of {:?}", end, text);
+            if !expected {
+                break;
+            }
+        }
+    }
 }
