@@ -10,8 +10,7 @@ use tandem_grammar::{Constraint, Kind};
 use tandem_text::chat::{ToolCallParser, ToolChoice, Tools};
 
 /// Adds the constraint that makes the model call the required tools. If it may call tools and its text is constrained to JSON, it can do
-/// either. Otherwise
-/// the text is free, except the inputs of tools that have a grammar.
+/// either. If its text is free, only the inputs of tools that have a grammar are constrained.
 ///
 /// # Errors
 /// The text is constrained, and the model's format of tool calls cannot be part of the constraint.

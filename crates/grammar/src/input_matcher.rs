@@ -14,7 +14,7 @@ use llguidance::{
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
 };
 use tandem_kv::TokenId;
 
@@ -36,7 +36,7 @@ pub(crate) struct InputMatcher {
 struct SharedInputs {
     places: Vec<CallPlace>,
     /// The parser of each input before the first byte.
-    parsers: Vec<Mutex<Parser>>,
+    parsers: Vec<Parser>,
     trie: Arc<ApproximateTokEnv>,
     /// The tokens that can complete a beginning and continue: they have the last byte of a beginning before their own last byte.
     crossing: Vec<TokenId>,
@@ -74,7 +74,7 @@ impl InputMatcher {
             trie.tok_trie().token(*token).split_last().is_some_and(|(_, text)| text.iter().any(|byte| ends.contains(byte)))
         };
         let crossing = (0..trie.tok_trie().vocab_size() as TokenId).filter(crosses).collect();
-        let shared = SharedInputs { places, parsers: parsers.into_iter().map(Mutex::new).collect(), trie, crossing };
+        let shared = SharedInputs { places, parsers, trie, crossing };
         // The first mask of each input shows whether any text meets its grammar.
         for input in 0..inputs.len() {
             if let Some(place) = shared.places.iter().position(|place| place.input == input) {
@@ -130,9 +130,9 @@ impl CallPlace {
 
 impl SharedInputs {
     fn call(&self, place: usize, step: CallStep) -> BegunCall {
-        let parser = self.parsers[self.places[place].input].lock().unwrap_or_else(PoisonError::into_inner);
         // The limits on the states of a parser's lexer apply to this call alone.
-        BegunCall { place, step, parser: Box::new(parser.deep_clone()) }
+        let parser = self.parsers[self.places[place].input].deep_clone();
+        BegunCall { place, step, parser: Box::new(parser) }
     }
 
     /// Adds a free text to the beginnings of calls. Returns the place of the first call that it begins, and the step behind the text.
