@@ -1,6 +1,6 @@
 //! Tests of the inputs of tools within a free text.
 
-use crate::{CALL_INPUTS_MAX, CallInput, InputPlace, Kind, Matcher, Vocabulary, check, lark::literal};
+use crate::{CALL_INPUTS_MAX, CallInput, InputPlace, Kind, MatchError, Matcher, Vocabulary, check, lark::literal};
 use proptest::{collection::vec, prelude::*, sample::select};
 
 /// Tokens of several bytes.
@@ -121,7 +121,6 @@ fn raw_input_ends_where_its_closing_tag_begins_and_the_grammar_is_met() {
         // The grammar allows any text, and the first closing tag ends it.
         (Kind::Grammar("start: /(.|\\n)+/".to_owned()), "a\n</p>\n</parameter>\n</function>\n</tool_call>", None),
         (Kind::Regex("ab".to_owned()), "a\n", Some(1)),
-        (Kind::Regex("(a\n</parameter>)+b".to_owned()), "a\n</parameter>", Some("a\n</parameter".len())),
         (Kind::Regex("a".to_owned()), "a\n</function>", Some("a\n</".len())),
         (Kind::Regex("a".to_owned()), "a\n</parameter><parameter", Some("a\n</parameter><".len())),
     ] {
@@ -129,6 +128,11 @@ fn raw_input_ends_where_its_closing_tag_begins_and_the_grammar_is_met() {
         assert_eq!(allowed_bytes(&mut matcher, begin), begin.len());
         assert_eq!(allowed_bytes(&mut matcher, text), allowed.unwrap_or(text.len()), "{text}");
     }
+    // A grammar that requires the closing tag within the text cannot be met.
+    let (mut matcher, text) = (of(Kind::Regex("(a\n</parameter>)+b".to_owned())), "a\n</parameter");
+    assert_eq!(allowed_bytes(&mut matcher, begin), begin.len());
+    assert_eq!(allowed_bytes(&mut matcher, text), text.len());
+    assert_eq!(matcher.mask(), Err(MatchError::NoToken));
     // The closing tag may be a special token.
     let mut special = raw_input(Kind::Regex("a+".to_owned()));
     special.places[0].end = Some("<|end|>".to_owned());
