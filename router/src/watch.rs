@@ -29,7 +29,7 @@ const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 pub(crate) enum ConnectionEnd {
     #[error("the router cannot connect to the remote process")]
     Unreachable(#[from] tonic::transport::Error),
-    #[error("the connection ended, as when the process was killed, or its host or the network is gone")]
+    #[error("the connection ended, as when the process is killed, or its host or the network fails")]
     Broken(#[source] Status),
     #[error("the remote process answered with an error")]
     Failed(#[source] Status),

@@ -226,7 +226,7 @@ impl HttpServer {
     /// server the command needs.
     pub(crate) fn no_reply(&self, error: ureq::Error, wanted: &str) -> Error {
         if error.to_string().contains("certificate") {
-            let advice = "is not trusted; give it, or that of its authority, with --ca FILE";
+            let advice = "is not trusted; give this certificate, or its authority's, with --ca FILE";
             return Error::new(error).context(format!("the certificate of the server at {} {advice}", self.address));
         }
         match wrong_kind(&self.address, wanted) {
