@@ -193,8 +193,8 @@ impl FindingSeries {
     }
 }
 
-/// Series about the prompts that a worker has computed for one model: what they could have reused, and why they did not. They are exported
-/// as long as those of the worker.
+/// Series about the prompts that a worker has computed for one model: what they could have reused, and why they did not. These series are
+/// exported as long as those of the worker.
 pub(crate) struct PrefixSeries<'a> {
     of_all: &'a Metrics,
     of_worker: Metrics,

@@ -62,7 +62,7 @@ pub(crate) struct LostMember {
 
 impl From<Status> for ConnectionEnd {
     fn from(status: Status) -> Self {
-        // Only the status of a failed connection has a cause.
+        // A status with a cause is from the failed connection; any other is the answer of the process.
         if status.source().is_some() { Self::Broken(status) } else { Self::Failed(status) }
     }
 }

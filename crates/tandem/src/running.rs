@@ -125,7 +125,7 @@ impl RunningCluster {
     pub(crate) fn all(folders: &[PathBuf]) -> Result<Vec<Self>> {
         let mut running = Vec::new();
         for folder in folders {
-            // A folder that does not exist or belongs to another user (after `su`, to the login user) has no files of this user.
+            // Skips a folder that does not exist or belongs to another user (after `su`, to the login user): it has no files of this user.
             if !fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir() && is_private(&metadata).is_ok()) {
                 continue;
             }

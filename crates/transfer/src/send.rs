@@ -80,8 +80,8 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities; `None` if the worker has no path besides TCP. They are not secret: a process that knows them has
-    /// no access to the memory.
+    /// Returns the transfer capabilities; `None` if the worker has no path besides TCP. Capabilities are not secret: a process that knows
+    /// them has no access to the memory.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }

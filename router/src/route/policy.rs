@@ -239,7 +239,7 @@ impl RouteRates {
         let capacity = available + f64::from(worker.in_use_blocks);
         let wanted = blocks_of(worker.queued_tokens) + blocks_of(worker.answer_tokens) / 2.0 + blocks as f64;
         let lacking = (wanted - available).max(0.0);
-        // A worker that has not reported its blocks has no capacity.
+        // Charges nothing if the worker has not reported its blocks.
         if capacity > 0.0 { lacking / capacity * self.costs.answer_ms } else { 0.0 }
     }
 }
