@@ -27,7 +27,7 @@ struct PredictedRun {
     /// The position of the run's first block in the prompt.
     start: usize,
     blocks: usize,
-    /// The number of prompts for each worker and number of leading blocks, in ascending order of these two.
+    /// How many predicted prompts of a worker have a number of leading blocks of the run. Ordered by worker, then by the number of blocks.
     entries: Vec<PredictedPrompts>,
 }
 

@@ -133,7 +133,7 @@ fn document(models: &Models) -> Value {
     })
 }
 
-/// Adds the rule that requests need a key, except those to the paths that are listed here.
+/// Adds the rule that requests need a key, except requests to the paths that are listed here.
 fn require_key(document: &mut Value) {
     document["security"] = json!([{ "bearer": [] }, { "key": [] }]);
     document["components"]["securitySchemes"] = json!({

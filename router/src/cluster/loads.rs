@@ -30,7 +30,7 @@ pub(super) struct ExpectedLoads {
     first_token_ms: f64,
     /// The number of leading blocks that the engine was expected to find.
     found: u32,
-    /// The tokens of these blocks by tier.
+    /// The tokens of the `found` blocks, by the tier from which they are loaded.
     tokens: ByTier<u32>,
     /// The time from the placement to the first token; `None` before it.
     took: Option<Duration>,

@@ -93,9 +93,9 @@ pub struct RouteRates {
 /// A prefill worker as the sender of KV.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sender {
-    /// The total cost of its use.
+    /// The total cost of using this worker.
     pub(super) cost: f64,
-    /// The time in which it computes the prompt.
+    /// The time in which this worker computes the prompt.
     pub(super) compute_ms: f64,
     /// As [`Candidate::step_tokens`].
     pub(super) step_tokens: u32,

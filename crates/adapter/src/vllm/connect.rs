@@ -102,7 +102,7 @@ impl VllmSettings {
 pub enum KvEvents {
     /// The server reports the addresses. If it reports none, the cached blocks are assumed from the requests that were routed to it.
     Discover,
-    /// The engine publishes KV events at these fixed addresses.
+    /// The engine publishes KV events at the addresses in the settings.
     At {
         /// The address of the events: `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,

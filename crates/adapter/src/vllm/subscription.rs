@@ -44,7 +44,7 @@ pub struct SubscriptionSettings {
     pub replay_endpoint: Option<String>,
     /// The ZMQ topic under which the engine publishes its batches of KV events.
     pub topic: String,
-    /// The data-parallel rank whose batches are published at these endpoints.
+    /// The data-parallel rank whose batches are published at `endpoint` and `replay_endpoint`.
     pub data_parallel_rank: u32,
     /// Time limit for connecting, and for the arrival of each batch of a replay.
     pub timeout: Duration,
