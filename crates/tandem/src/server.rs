@@ -152,7 +152,7 @@ impl ServerPlace {
 /// Returns the running cluster whose frontend or router is at this address; `None` if there is none.
 #[cfg(feature = "top")]
 pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option<RunningCluster> {
-    // The certificate of a frontend may have only one of the names of this machine.
+    // Treats localhost and 127.0.0.1 as equal, because the certificate of a frontend may have only one of these names.
     let place = |address: &ServerAddress| address.host_port().replace("localhost:", "127.0.0.1:");
     let named = place(address);
     let is_named = |cluster: &RunningCluster| {
