@@ -62,7 +62,7 @@ mod tests {
     #[test]
     fn blocks_of_the_tiers_are_distinct_markers() {
         let mut all: BTreeSet<_> = Tier::ALL.iter().map(|tier| tier.note()).collect();
-        for hash in (0..1_000).map(SequenceHash) {
+        for hash in (0..1_000).map(mix).map(SequenceHash) {
             all.extend(Tier::ALL.map(|tier| hash.in_tier(tier)));
         }
         assert_eq!(all.len(), 4 + 4_000);
