@@ -62,7 +62,7 @@ pub enum DecodeWorkerError {
     Socket(#[from] std::io::Error),
     /// The worker listens on all addresses, and no address is advertised.
     #[error(
-        "the decode worker listens on {0}, which other hosts cannot connect to; set --advertise to the host:port at which they reach it"
+        "the decode worker listens on {0}, which other hosts cannot connect to; set --advertise to the host:port at which they reach this worker"
     )]
     NoAdvertisedAddress(SocketAddr),
 }

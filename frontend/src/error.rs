@@ -39,7 +39,7 @@ pub(crate) enum ApiError {
         "The body is sent with a Content-Encoding, which this server does not decode; send it uncompressed, without this header."
     )]
     ContentEncoding,
-    #[error("The model '{model}' does not exist; GET /v1/models lists those that do.")]
+    #[error("The model '{model}' does not exist; GET /v1/models lists the served models.")]
     ModelNotFound { model: String },
     #[error("The request has no API key; send yours in the header 'Authorization: Bearer KEY', or in 'x-api-key: KEY'.")]
     MissingKey,

@@ -104,7 +104,7 @@ impl Heads {
     fn client(&self, client: &str, model: &str) -> ClientHeads {
         let registry = self.registry.part(&format!("{client}\n{model}"));
         let counter = |name, help| registry.counter(name, help, &[("model", model), ("client", client)]);
-        let help = "Prompts that equal an earlier prompt of the client in blocks after the first difference.";
+        let help = "Prompts with tokens that equal those of an earlier prompt of the client, but come after a difference.";
         let prompts_lost = counter("tandem_frontend_broken_prefix_prompts_total", help);
         let help = "Prompt tokens that equal those of an earlier prompt of the client but come after a difference, so that their KV cannot be reused.";
         let tokens_lost = counter("tandem_frontend_broken_prefix_tokens_total", help);

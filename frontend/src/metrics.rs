@@ -117,7 +117,7 @@ impl FrontendMetrics {
             migrations: counter("tandem_frontend_migrations_total", "Generations resumed on another worker after a loss."),
             ended_workers: counter(
                 "tandem_frontend_requests_ended_workers_total",
-                "Requests refused because two workers ended or failed while they ran them.",
+                "Requests refused because two workers ended or failed while they ran the request.",
             ),
             left_out_tools: counter(
                 "tandem_frontend_left_out_tools_total",

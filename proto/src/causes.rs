@@ -111,7 +111,7 @@ pub struct Funnel {
     pub prompt: u64,
     /// Tokens that the worker with the most cached blocks of the prompt had, or that were found.
     pub possible: u64,
-    /// The same, of those workers that could have computed the prompt.
+    /// As `possible`, but only workers that could have computed the prompt count.
     pub eligible: u64,
     /// Tokens that the chosen worker's engine was expected to find.
     pub chosen: u64,

@@ -119,7 +119,7 @@ impl RouterMetrics {
         let of_worker = self.registry.part(worker_id);
         let counter =
             |name, help, label, value| of_worker.counter(name, help, &[("worker", worker_id), ("model", model), (label, value)]);
-        let help = "Prompt tokens by why they were not found in a cache, or `found`. Together they are the prompts.";
+        let help = "Prompt tokens by the cause why they were not found, or `found`. The sum is all prompt tokens.";
         let by_cause = |cause| counter("tandem_router_prefix_tokens_total", help, "cause", cause);
         let help = "Prompt tokens that any worker had cached (possible), that an eligible worker had (eligible), that were predicted for the chosen worker (chosen), and that its engine found (found).";
         let stage = |stage| counter("tandem_router_funnel_tokens_total", help, "stage", stage);
@@ -147,8 +147,7 @@ impl RouterMetrics {
         let registry = self.registry.part(worker_id);
         let counter = |name, help| registry.counter(name, help, &[("worker", worker_id)]);
         let labelled = |name, help, label, value| registry.counter(name, help, &[("worker", worker_id), (label, value)]);
-        let placed =
-            |kind| labelled("tandem_router_placements_total", "Placements by the role of the worker in them.", "kind", kind);
+        let placed = |kind| labelled("tandem_router_placements_total", "Placements by the worker's role in them.", "kind", kind);
         let source = |plane| {
             let help = "1 for the event plane that delivers the worker's KV events: nats, or direct on its stream.";
             registry.gauge("tandem_router_event_plane", help, &[("worker", worker_id), ("plane", plane)])
@@ -168,7 +167,7 @@ impl RouterMetrics {
             ),
             overlap_over: counter(
                 "tandem_router_overlap_over_tokens_total",
-                "Tokens predicted as cached beyond those that were.",
+                "Tokens that were predicted as cached, but were not.",
             ),
             overlap_under: counter("tandem_router_overlap_under_tokens_total", "Cached tokens beyond those predicted."),
             index_blocks: registry.gauge(
@@ -250,7 +249,7 @@ impl WorkerSeries {
             constant("tandem_router_worker_info", help, &[worker, ("model", model)], 1.0);
         }
         let help =
-            "1 if the index of the worker is assumed from what was routed to it, because its engine publishes no KV events.";
+            "1 if the index of the worker is assumed from the prompts routed to it, because its engine publishes no KV events.";
         constant("tandem_router_index_approximate", help, &[worker], f64::from(u8::from(info.approximate_index)));
     }
 

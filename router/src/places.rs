@@ -5,8 +5,8 @@
 //! other requests' samples after the first instead (docs/adr/021-fair-shares.md), so on them a request competes only with the first sample
 //! of each other request.
 //!
-//! An answer is expected to end at the usual length of such answers. If it is longer, it is expected to continue for as long as it is
-//! overdue. So the longer a worker's answers run, the longer the worker is expected to stay full.
+//! An answer is expected to end at the usual length of answers with a similar limit. A longer answer is expected to continue for as long as
+//! it is overdue. So the longer a worker's answers run, the longer the worker is expected to stay full.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_kv::Priority;

@@ -27,7 +27,7 @@ struct PredictedRun {
     /// The position of the run's first block in the prompt.
     start: usize,
     blocks: usize,
-    /// The number of prompts for each worker and number of leading blocks, in ascending order of these two.
+    /// How many predicted prompts of a worker have a number of leading blocks of the run. Ordered by worker, then by the number of blocks.
     entries: Vec<PredictedPrompts>,
 }
 
@@ -122,12 +122,13 @@ pub(crate) struct UnreportedPrompts {
 }
 
 impl UnreportedPrompts {
-    /// Returns an empty set, for workers whose reports arrive late. `key` only seeds its hash table.
+    /// Returns an empty set, for workers whose reports arrive late: it keeps prompts for 10 s. `key` only seeds its hash table.
     pub(crate) fn of_late_workers(key: u64) -> Self {
         Self { prompts: Predictions::new(key), added: VecDeque::new(), report_time: Duration::from_secs(10), max: 4_096 }
     }
 
-    /// Returns an empty set, for workers that report at once. `key` only seeds its hash table.
+    /// Returns an empty set, for all workers: it keeps prompts only for the second that a report usually takes. `key` only seeds its hash
+    /// table.
     pub(crate) fn of_all_workers(key: u64) -> Self {
         Self { report_time: Duration::from_secs(1), max: 256, ..Self::of_late_workers(key) }
     }

@@ -55,9 +55,9 @@ struct Equals {
 /// The waiting requests that a worker would serve after a request that joins the queue now.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Behind {
-    /// The number of these requests that have the same rank as the new one.
+    /// The number of requests behind the new one that have the new one's rank.
     pub(crate) requests: usize,
-    /// The part of the queue's work that these `requests` have.
+    /// The part of the queue's work that belongs to `requests`.
     pub(crate) share: f64,
     /// The part of the queue's work that belongs to requests which the new one outranks.
     pub(crate) outranked: f64,

@@ -29,7 +29,7 @@ const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 pub(crate) enum ConnectionEnd {
     #[error("the router cannot connect to the remote process")]
     Unreachable(#[from] tonic::transport::Error),
-    #[error("the connection ended, as when the process was killed, or its host or the network is gone")]
+    #[error("the connection ended, as when the process is killed, or its host or the network fails")]
     Broken(#[source] Status),
     #[error("the remote process answered with an error")]
     Failed(#[source] Status),
@@ -62,7 +62,7 @@ pub(crate) struct LostMember {
 
 impl From<Status> for ConnectionEnd {
     fn from(status: Status) -> Self {
-        // Only the status of a failed connection has a cause.
+        // A status with a cause is from the failed connection; any other is the answer of the process.
         if status.source().is_some() { Self::Broken(status) } else { Self::Failed(status) }
     }
 }

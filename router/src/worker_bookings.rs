@@ -25,9 +25,8 @@ pub(crate) struct BookedLoad {
     pub(crate) sequences: u32,
 }
 
-/// The number of request ids that are kept of a worker's latest reports. They are kept because another router may announce a booking after
-/// the worker has reported its request. The announcement takes milliseconds, and a busy worker reports fewer than 1,024 requests in a
-/// second.
+/// The number of request ids that are kept of a worker's latest reports. Another router may announce a booking after the worker has
+/// reported the booked request. The announcement takes milliseconds, and a busy worker reports fewer than 1,024 requests in a second.
 const INCLUDED_MAX: usize = 1_024;
 
 /// All bookings on one worker.

@@ -27,7 +27,7 @@ pub enum EngineEvent {
 pub struct BlocksStored {
     /// The hashes of the blocks, in the order of the prompt.
     pub hashes: Vec<EngineHash>,
-    /// The hash of the block before the first of these blocks; `None` if they begin a prompt.
+    /// The hash of the block before the first stored block; `None` if the stored blocks begin a prompt.
     pub parent: Option<EngineHash>,
     /// The tokens of all blocks; empty if the engine does not report them.
     pub tokens: Vec<TokenId>,

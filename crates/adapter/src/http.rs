@@ -52,7 +52,7 @@ impl ServerKey {
     /// Reads the secret again. Returns the header that has been made from it.
     fn read_again(&self) -> HeaderValue {
         let mut header = self.bearer.lock();
-        // A new key that is not allowed in a header does not replace the last key.
+        // Keeps the last key if the new one is not allowed in a header.
         if let Ok(now) = bearer(&self.secret) {
             *header = now;
         }
@@ -95,7 +95,7 @@ impl EngineHttp {
         let answer = self.send_once(method.clone(), path, headers, json.clone(), key.clone()).await?;
         if matches!(answer.status(), StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
             let now = self.key.as_ref().map(|key| key.read_again());
-            // Another request may have read the new key already.
+            // Repeats the request if the key has changed since it was sent, even if another request has read the new key first.
             if now != key {
                 return self.send_once(method, path, headers, json, now).await;
             }

@@ -246,7 +246,7 @@ impl Block {
         let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let id = self.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
         let mut text = self.content.result_text(&format!("{at}.content"), deferred)?;
-        // Chat templates have no field for a failed result.
+        // Marks a failed result in its text, because chat templates have no field for it.
         if self.is_error == Some(true) {
             text.insert_str(0, "Error: ");
         }

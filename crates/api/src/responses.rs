@@ -307,7 +307,7 @@ impl Item {
                     Some(text) => Some(text),
                     None => self.summary.text(&param("summary"), &["summary_text"])?,
                 };
-                // Encrypted reasoning can be read only by the server that wrote it.
+                // Skips encrypted reasoning, which only the server that wrote it can read.
                 if let Some(text) = text.filter(|text| !text.is_empty()) {
                     assistant(messages, |message| message.content.is_none() && message.tool_calls.is_empty())
                         .add_reasoning(&text);

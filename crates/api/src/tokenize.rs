@@ -71,7 +71,7 @@ impl JsonSchema for TokenizeRequest {
         }
         let chat = json_schema!({
             "type": "object", "properties": properties, "required": ["messages"], "anyOf": continued_or_begun(), SERVED: NAMES_MODEL,
-            "description": "A conversation with the fields of a chat. Those that concern the prompt are listed.",
+            "description": "A conversation with the fields of a chat. The fields that concern the prompt are listed.",
         });
         json_schema!({ "anyOf": [text, chat] })
     }

@@ -30,7 +30,7 @@ pub enum Event {
         /// The indices of the missing blocks in the prompt. If there are none, the prompt starts immediately.
         missing_blocks: Vec<u32>,
     },
-    /// These blocks of a prefill are computed. The job requested them with [`crate::Job::send_blocks`]. They stay unchanged until the job is dropped.
+    /// These blocks of a prefill are computed. The job requested them with [`crate::Job::send_blocks`]. The blocks stay unchanged until the job is dropped.
     BlocksReady(Vec<ReadyBlock>),
     /// The prompt of a prefill is computed, in these chunks, and every requested block was reported as ready.
     Computed(Vec<PrefillChunk>),

@@ -47,7 +47,7 @@ pub struct Sampling {
     /// Positive logits of tokens in the prompt or the output are divided by this number, and negative ones are multiplied by it. 1 disables the
     /// penalty.
     pub repetition_penalty: f32,
-    /// For each of these tokens, the number that is added to its logit.
+    /// The number that is added to the logit of each listed token.
     pub logit_bias: HashMap<TokenId, f32>,
     /// The seed of the random numbers. The random number for each token depends on the seed and on the token's position.
     pub seed: u64,

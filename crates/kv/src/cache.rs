@@ -41,7 +41,7 @@ pub struct Full;
 pub struct Acquired {
     /// The allocated blocks in prompt order: first those found in the cache, then fresh ones.
     pub blocks: Vec<BlockId>,
-    /// The number of these blocks that were found in the cache.
+    /// The number of leading `blocks` that were found in the cache.
     pub cached_blocks: u32,
 }
 

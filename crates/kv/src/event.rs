@@ -26,7 +26,7 @@ pub enum Change {
 /// Consecutive blocks of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredChain {
-    /// The hash of the block before the first of these blocks; `None` if they begin a prompt.
+    /// The hash of the block before the first stored block; `None` if the stored blocks begin a prompt.
     pub parent: Option<SequenceHash>,
     /// The hashes of the blocks, in the order of the prompt.
     pub sequence_hashes: Vec<SequenceHash>,

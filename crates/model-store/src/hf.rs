@@ -253,7 +253,7 @@ impl Commit<'_> {
             fetch(name)?;
         }
         if contents == ModelContents::Tokenizer {
-            // A tokenizer needs no weights.
+            // Fetches no weights, because only the tokenizer is wanted.
         } else if self.has(INDEX) {
             fetch(INDEX)?;
             let index = directory.join(INDEX);

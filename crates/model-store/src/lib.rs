@@ -82,7 +82,7 @@ pub enum ModelStoreError {
     Offline(ModelSource),
     #[error(
         "{0} is not in the store, and this binary was built without the feature `model`, which downloads; \
-         run `tandem model fetch` of a binary with it first"
+         run `tandem model fetch` of a binary with this feature first"
     )]
     NoDownloads(ModelSource),
     #[error("the store {} has no model {}; `tandem model list` prints its models", .store.display(), .name.display())]

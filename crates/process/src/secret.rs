@@ -11,7 +11,7 @@ use std::{
 /// model, from filling the memory.
 const LEN_MAX: u64 = 64 << 10;
 
-/// A secret, or the file that holds it. Its `Debug` output does not contain it, and it cannot be serialised. It is cheap to clone.
+/// A secret, or the file that holds it. The `Debug` output hides the secret, and the value cannot be serialised. Clones are cheap.
 #[derive(Clone)]
 pub struct Secret {
     file: Option<Arc<Path>>,
@@ -50,7 +50,7 @@ impl Secret {
     /// connection. If the file cannot be read or is empty, a warning is logged and the last secret is returned.
     pub fn expose(&self) -> String {
         let mut last = self.last.lock();
-        // A pipe, such as that of a shell's `<(command)`, can be read only once.
+        // Does not read a pipe again: a pipe, such as that of a shell's `<(command)`, can be read only once.
         if let Some(path) = self.file().filter(|path| !path.exists() || path.is_file()) {
             match read(path) {
                 Ok(secret) => *last = Last { secret, problem: None },

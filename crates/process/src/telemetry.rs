@@ -65,7 +65,7 @@ pub struct Logging(SyncSender<LogLine>);
 impl Drop for Logging {
     fn drop(&mut self) {
         let (done, wait) = sync_channel(1);
-        // If the queue is full, its lines cannot be written either.
+        // Does not wait if the queue is full, because then its lines cannot be written either.
         if self.0.try_send(LogLine::Flush(done)).is_ok() {
             let _ = wait.recv_timeout(FLUSH_MAX);
         }

@@ -133,8 +133,8 @@ fn share_of_good(report: &Report) -> f64 {
     report.goodput.as_ref().map_or(1.0, |goodput| goodput.share)
 }
 
-/// Returns the splits of this number of workers into prefill and decode workers that are to be tried. Those whose fraction of prefill workers
-/// is nearest to `share` come first.
+/// Returns the splits of this number of workers into prefill and decode workers that are to be tried. Splits whose fraction of prefill
+/// workers is nearest to `share` come first.
 fn splits(workers: usize, share: f64) -> Vec<Size> {
     let count = (workers - 1).min(SPLITS);
     let mut prefill: Vec<usize> = (1..=count).map(|part| (part * workers).div_ceil(count + 1).min(workers - 1)).collect();

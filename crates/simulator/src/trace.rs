@@ -58,10 +58,10 @@ pub enum SimulateError {
         block_tokens: u64,
     },
     /// The cluster has no decode worker.
-    #[error("the cluster has no decode worker; give it one")]
+    #[error("the cluster has no decode worker; add one")]
     NoDecodeWorker,
     /// A step, a transfer or the whole trace would take too long for the clock.
-    #[error("with these rates and this speed, a step, a transfer or the trace takes longer than {DAYS_MAX} days; raise them")]
+    #[error("with these rates and this speed, a step, a transfer or the trace takes over {DAYS_MAX} days; raise rates or speed")]
     TooSlow,
     /// Prompts may be prefilled only on prefill workers, and the cluster has none.
     #[error("--prefill remote needs prefill workers; set --prefill-workers")]

@@ -51,7 +51,7 @@ pub(crate) struct SimulatedSequence {
     committed: usize,
     /// The number of tokens of the prompt and of the answer that were known when the sequence was placed.
     prompt_tokens: u64,
-    /// Whether all of these `prompt_tokens` except the last are computed, so that the next steps sample tokens.
+    /// Whether all of the `prompt_tokens` except the last are computed, so that the next steps sample tokens.
     samples: bool,
     /// Whether the KV comes from a prefill worker.
     received: bool,

@@ -127,7 +127,7 @@ fn cost_policy_has_the_shortest_waits_on_recorded_conversations() {
 
 /// Prefill workers keep prompts from delaying answers. A decode worker prefills only if this delays the answers that run on it less than it saves.
 #[test]
-fn prompts_are_prefilled_on_decode_workers_only_where_this_delays_answers_little() {
+fn prompts_are_prefilled_on_decode_workers_only_where_answers_are_delayed_little() {
     for (prefill, decode, faster) in [(6, 2, 1.0), (6, 3, 1.0), (4, 4, 1.0), (6, 2, 2.0)] {
         let prompts = traffic::conversations(1_000, faster, 1.0, 1);
         let auto = world().with_size(Size::Split { prefill, decode });

@@ -113,7 +113,7 @@ fn table(prompt: &Value) -> String {
             notes.push(format!("{name} holds the overlap as {}", tiers.join(", ")));
         }
         if worker["approximate_index"] == true {
-            notes.push(format!("{name}'s overlap is assumed from what was routed to it: its engine publishes no KV events"));
+            notes.push(format!("{name}'s overlap is assumed from the prompts routed to it: its engine publishes no KV events"));
         }
         for (key, name) in [("as_prefill", "prefills"), ("as_decode", "receives"), ("alone", "does both")] {
             let cost = &worker[key];

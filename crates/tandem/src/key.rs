@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn new_key_file_is_private_and_an_existing_one_keeps_its_permissions_and_its_link() {
+    fn new_key_file_is_private_and_an_existing_file_keeps_its_permissions_and_its_link() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("keys.toml");
         let mode = || fs::metadata(&path).expect("the file exists").permissions().mode() & 0o777;

@@ -76,7 +76,7 @@ impl RunningFile {
         if !problems.is_empty() {
             let problems = problems.join("; ");
             tracing::warn!(
-                "commands such as `tandem chat` have to name this cluster, because its file cannot be written ({problems})"
+                "commands such as `tandem chat` have to name this cluster, because the file with its addresses cannot be written ({problems})"
             );
         }
         None
@@ -125,7 +125,7 @@ impl RunningCluster {
     pub(crate) fn all(folders: &[PathBuf]) -> Result<Vec<Self>> {
         let mut running = Vec::new();
         for folder in folders {
-            // A folder that does not exist or belongs to another user (after `su`, to the login user) has no files of this user.
+            // Skips a folder that does not exist or belongs to another user (after `su`, to the login user): it has no files of this user.
             if !fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir() && is_private(&metadata).is_ok()) {
                 continue;
             }
@@ -172,7 +172,7 @@ fn read(path: &Path) -> Result<Option<RunningCluster>> {
 fn is_private(metadata: &Metadata) -> Result<(), &'static str> {
     match (metadata.uid() == rustix::process::geteuid().as_raw(), metadata.mode() & OTHERS) {
         (true, 0) => Ok(()),
-        (true, _) => Err("other users have access to it; take that away with chmod go="),
+        (true, _) => Err("other users have access to it; run chmod go= on it"),
         (false, _) => Err("it belongs to another user"),
     }
 }

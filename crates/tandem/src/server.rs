@@ -152,7 +152,7 @@ impl ServerPlace {
 /// Returns the running cluster whose frontend or router is at this address; `None` if there is none.
 #[cfg(feature = "top")]
 pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option<RunningCluster> {
-    // The certificate of a frontend may have only one of the names of this machine.
+    // Treats localhost and 127.0.0.1 as equal, because the certificate of a frontend may have only one of these names.
     let place = |address: &ServerAddress| address.host_port().replace("localhost:", "127.0.0.1:");
     let named = place(address);
     let is_named = |cluster: &RunningCluster| {
@@ -226,7 +226,7 @@ impl HttpServer {
     /// server the command needs.
     pub(crate) fn no_reply(&self, error: ureq::Error, wanted: &str) -> Error {
         if error.to_string().contains("certificate") {
-            let advice = "is not trusted; give it, or that of its authority, with --ca FILE";
+            let advice = "is not trusted; give this certificate, or its authority's, with --ca FILE";
             return Error::new(error).context(format!("the certificate of the server at {} {advice}", self.address));
         }
         match wrong_kind(&self.address, wanted) {

@@ -73,7 +73,7 @@ fn prompts(records: Vec<Value>, wanted: &str) -> Vec<Value> {
 /// Returns the sentence for one prompt, and its numbers as a table.
 fn explained(record: &Value) -> Result<String> {
     let (prefix, id) = (&record["prefix"], record["request_id"].as_str().unwrap_or_default());
-    ensure!(!prefix.is_null(), "{id} has no causes: it was not placed, or its router or frontend is older than they are");
+    ensure!(!prefix.is_null(), "{id} has no causes: it was not placed, or its router or frontend has an older version");
     let (Some(summary), Some(uncached)) = (prefix["summary"].as_str(), prefix["uncached"].as_object()) else {
         bail!("{id} has no causes: its worker has not reported how many tokens were cached");
     };

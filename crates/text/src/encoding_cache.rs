@@ -1,8 +1,8 @@
 //! Caches the token ids of texts, so that the earlier messages of a conversation are not encoded again with each turn.
 //!
-//! An entry is the text between two names of special tokens. [`Tokenizer`](super::Tokenizer) cuts a prompt there before any step of the model's own
-//! algorithm and encodes each part on its own, so a part's ids depend on nothing but its text, and on whether it is at the start of the prompt. On a
-//! lookup, text, position and cache namespace are compared in full, so a collision of hashes is a miss.
+//! An entry is the text between two names of special tokens. [`Tokenizer`](super::Tokenizer) cuts a prompt at these names before any step
+//! of the model's own algorithm, and encodes each part on its own. So the ids of a part depend only on its text and on whether it starts
+//! the prompt. On a lookup, text, position and cache namespace are compared in full, so a collision of hashes is a miss.
 
 use crate::tokenizer::PromptPart;
 use foldhash::fast::RandomState;

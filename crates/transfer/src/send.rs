@@ -80,8 +80,8 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities; `None` if the worker has no path besides TCP. They are not secret: a process that knows them has
-    /// no access to the memory.
+    /// Returns the transfer capabilities; `None` if the worker has no path besides TCP. Capabilities are not secret: a process that knows
+    /// them has no access to the memory.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
@@ -106,7 +106,7 @@ impl SendPaths {
             (TransferPath::CudaIpc, _) if capabilities.as_ref().is_some_and(|offered| offered.cuda_ipc) => {
                 push(BlockAccess::InPlace)?
             }
-            // The communicator may have been closed after the decode worker issued the ticket.
+            // Fails if the communicator has been closed since the decode worker issued the ticket.
             (TransferPath::Nccl, Some(nccl)) => {
                 Box::new(nccl.open(&ticket.communicator, secret).ok_or(TransferError::Closed(None))?)
             }
@@ -270,7 +270,7 @@ mod tests {
         }
 
         async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
-            // The receiver has copied the earlier blocks while these were computed.
+            // The receiver has copied the earlier blocks while the new ones were computed.
             self.announced = blocks;
             Ok(Progress::Announced)
         }

@@ -83,8 +83,8 @@ impl WorkerMetrics {
         let unauthenticated = "Calls and connections refused because of the key, the certificate or the certificate's role.";
         let unsigned = "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.";
         let preempted = "Sequences that were preempted because other sequences needed their KV blocks.";
-        let graphs = "CUDA graphs that the GPU's driver has refused. Decode steps run without them, but more slowly.";
-        let violations = "Failed checks of the engine's invariants, which run while it is idle. Each failure shows a bug.";
+        let graphs = "CUDA graphs that the GPU's driver has refused. Decode steps without a graph are slower.";
+        let violations = "Failed checks of the engine's invariants, made while the engine is idle. Each failure shows a bug.";
         Self {
             hits: requests("hit"),
             misses: requests("miss"),
@@ -231,7 +231,7 @@ impl WorkerMetrics {
         self.in_use_blocks.set(load.in_use_blocks);
         for (tier, blocks) in Tier::ALL.into_iter().zip(load.tier_blocks).filter(|_| load.tier_blocks != [0; 4]) {
             let labels = [("worker", self.worker_id.as_str()), ("tier", tier.name())];
-            let help = "KV blocks that an external engine reports in each tier; absent while it reports its device's only.";
+            let help = "KV blocks that an external engine reports in each tier; absent while it reports only its device's.";
             self.registry.gauge("tandem_worker_tier_blocks", help, &labels).set(blocks);
         }
         self.queue_depth.set(load.waiting_requests);

@@ -97,7 +97,7 @@ fn bad_words(forms: usize, tokens: Vec<u32>) -> Vec<v1::BadWord> {
 }
 
 #[test]
-fn constraints_reach_the_engine_and_one_without_a_kind_is_refused() {
+fn constraints_reach_the_engine_and_a_constraint_without_a_kind_is_refused() {
     let sampling = |kind, begins_after: &str| v1::Sampling {
         temperature: 1.0,
         top_p: 1.0,

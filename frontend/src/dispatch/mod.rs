@@ -210,8 +210,8 @@ impl Dispatcher {
             }
             let worker = placement.name_of(&error.instance_id);
             self.check_losses(&mut losses, work, reason, worker)?;
-            // This request has waited for its whole limit. The router places it only on a worker with a short wait, or replies when to
-            // retry.
+            // This request has waited for its whole limit. So the router may place it only on a worker with a short wait, or replies when
+            // to retry.
             if reason == FailureReason::Overloaded {
                 work.wait_max = work.wait_max.map(|_| SHORT_WAIT);
             }

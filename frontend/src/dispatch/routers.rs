@@ -206,7 +206,7 @@ impl Routers {
                 Err(error @ (DispatchError::Refused { .. } | DispatchError::Overloaded { .. })) => return Err(error),
                 Err(error) => {
                     let error = self.note_failure(&router.address, error);
-                    // A router's report that no worker is available says more than the error of an unreachable router.
+                    // Keeps a router's report that no worker is available, because it says more than the error of an unreachable router.
                     if !matches!(last, DispatchError::NoWorker { .. }) {
                         last = error;
                     }

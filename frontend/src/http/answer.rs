@@ -179,7 +179,7 @@ impl Run {
                 Err(error) => return Some(Err(error.into())),
             };
             let prompt = &mut self.prompts[index];
-            // The worker must send the logprobs before the first generated token.
+            // Fails the answer if generated tokens come before the prompt's logprobs, which violates the protocol.
             if prompt.awaits_logprobs && matches!(event, AnswerEvent::Delta(_) | AnswerEvent::Finished) {
                 return Some(Err(DispatchError::Lost {
                     reason: FailureReason::EngineFailed,

@@ -23,7 +23,7 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
     let (mut chat, Encoded { mut tokens, format }) = encode(incoming, &served.model, chat).await?;
     incoming.body.clear();
     if tokens.is_empty() {
-        let rule = "must give a prompt, but the chat template renders no text for them";
+        let rule = "must produce a prompt, but the chat template renders no text for these messages";
         return Err(ApiError::invalid(chat.names.prompt, Problem::Rule { rule }));
     }
     if let Some(marker) = format.reasoning_end() {

@@ -109,8 +109,8 @@ fn pages(app: &App, dashboard: Router<Arc<App>>) -> Router<Arc<App>> {
     dashboard.route("/metrics", get(health::metrics)).route("/load", get(health::load))
 }
 
-/// Refuses pages to peers that may not request details, because they show details of all clients' requests. This applies only to the API's
-/// listener.
+/// Refuses pages to peers that may not request details, because they show details of all clients' requests. The admin port has no such
+/// check.
 async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let (parts, body) = request.into_parts();
     if !app.trust.exposes(&parts) {

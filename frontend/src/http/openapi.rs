@@ -75,7 +75,7 @@ impl Schemas {
         ] });
         content["text/event-stream"] = json!({ "schema": {
             "type": "object", "properties": { "data": data }, "required": ["data"],
-            "description": "Each of the server-sent events. `[DONE]` ends the stream, or an error, after which no event follows. A stream whose \
+            "description": "Each of the server-sent events. The stream ends with `[DONE]` or with an error, after which no event follows. A stream whose \
                             first token takes longer than 10 seconds begins with comments (`: keep-alive`).",
         } });
         content
@@ -133,7 +133,7 @@ fn document(models: &Models) -> Value {
     })
 }
 
-/// Adds the rule that requests need a key, except those to the paths that are listed here.
+/// Adds the rule that requests need a key, except requests to the paths that are listed here.
 fn require_key(document: &mut Value) {
     document["security"] = json!([{ "bearer": [] }, { "key": [] }]);
     document["components"]["securitySchemes"] = json!({
@@ -243,7 +243,7 @@ fn error() -> Value {
         "type": { "enum": ["invalid_request_error", "rate_limit_error", "server_error"] },
         "param": { "type": ["string", "null"] },
         "code": { "type": ["string", "null"] },
-        "retry_after": { "type": "integer", "description": "In events of streams: the header `Retry-After`, which comes too late there." },
+        "retry_after": { "type": "integer", "description": "In events of streams: the seconds of `Retry-After`, a header that can no longer be sent." },
     });
     let inner = json!({ "type": "object", "properties": properties, "required": ["message", "type", "param", "code"] });
     json!({ "type": "object", "properties": { "error": inner }, "required": ["error"] })

@@ -71,7 +71,7 @@ pub struct ApiKey {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyCache {
-    /// With those that the frontend's setting for the isolation of accounts allows.
+    /// With the requests that the frontend's setting for the isolation of accounts allows.
     #[default]
     Account,
     /// Only with requests with the same key.

@@ -131,7 +131,7 @@ fn patching(grammar: Value, stream: bool) -> Value {
 }
 
 #[tokio::test]
-async fn required_free_text_is_constrained_to_its_grammar_and_comes_back_as_it_is() {
+async fn required_free_text_is_constrained_to_its_grammar_and_returned_unchanged() {
     let mut cluster = cluster().await;
     let patch = "*** Begin Patch\n*** Add File: a \"b\".txt\n+\tone\\\n*** End Patch\n";
     for stream in [false, true] {

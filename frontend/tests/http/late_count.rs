@@ -164,7 +164,7 @@ async fn unstreamed_answer_waits_a_limited_time_for_its_cached_tokens() {
     assert_eq!(cached(&answer), (&json!(ESTIMATE), "router_estimate"));
     assert!((Duration::from_secs(1)..Duration::from_secs(10)).contains(&began.elapsed()), "{:?}", began.elapsed());
     silent.closed().await;
-    // In the second case the worker reports that it has no count. In the third case its stream ends without a report.
+    // In the second case the worker reports that it has no count. In the third case the worker's stream ends without a report.
     for reports in [true, false] {
         let reply = complete(&cluster);
         let call = cluster.call().await;

@@ -1,7 +1,7 @@
 //! Compares the blocks that a worker's engine finds in its cache with those that the worker reports.
 //!
 //! Some engines find systematically less than their events say: with speculative decoding, vLLM drops the last matched block of each
-//! prompt. Others report late. Both are learned from the latest prompts that the worker has computed, by majority, so that single
+//! prompt. Others report late. Both faults are learned from the latest prompts that the worker has computed, by majority, so that single
 //! differences (a block that was evicted meanwhile) change nothing. The overlap that is used for placements is corrected, and a note says
 //! so to the operator.
 

@@ -30,7 +30,7 @@ pub(super) struct ExpectedLoads {
     first_token_ms: f64,
     /// The number of leading blocks that the engine was expected to find.
     found: u32,
-    /// The tokens of these blocks by tier.
+    /// The tokens of the `found` blocks, by the tier from which they are loaded.
     tokens: ByTier<u32>,
     /// The time from the placement to the first token; `None` before it.
     took: Option<Duration>,
@@ -122,8 +122,9 @@ impl LoadTimes {
     }
 }
 
-/// Returns how many of a prompt's first `overlap` blocks are used from each tier. `chains` has the leading blocks in the chain of each tier that the
-/// worker reports, `indexed` those in all of its tiers, and `on_device` those that are on its device although it has not reported them.
+/// Returns how many of a prompt's first `overlap` blocks are used from each tier. `chains` has the leading blocks in the chain of each tier
+/// that the worker reports, `indexed` the number of leading blocks in all of its tiers, and `on_device` the number on its device, although
+/// not reported.
 pub(super) fn tier_blocks(chains: ByTier<Option<u32>>, indexed: u32, on_device: u32, overlap: u32) -> ByTier<u32> {
     let mut end = overlap;
     let mut within = [overlap; 4];

@@ -83,7 +83,7 @@ pub(super) struct Member {
     pub(super) bookings: WorkerBookings,
     /// The prompts that this decode worker prefills itself.
     local: DemandSums,
-    /// The part of the worker's time that these `local` prompts took, as of its latest report.
+    /// The part of the worker's time that the prompts in `local` took, as of its latest report.
     local_share: f64,
     /// The requests that the worker prefills and that wait for their first tokens.
     pub(super) queue: PrefillQueue,

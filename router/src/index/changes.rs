@@ -256,8 +256,9 @@ impl PrefixIndex {
         Some((BlockPlace { run: id, offset: end }, end - offset))
     }
 
-    /// Stores leading blocks of `hashes`, the first of which is not in the index. They extend the run that ends at `next` if the row is the
-    /// run's only holder. Returns the place after the last stored block, and the number of stored blocks; `None` if the index is full.
+    /// Stores leading blocks of `hashes`, the first of which is not in the index. The stored blocks extend the run that ends at `next` if
+    /// the row is the run's only holder. Returns the place after the last stored block, and the number of stored blocks; `None` if the
+    /// index is full.
     fn store_new(
         &self,
         writer: &mut IndexWriter,

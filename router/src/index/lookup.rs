@@ -26,7 +26,7 @@ pub(super) struct VisibleRows {
 #[derive(Clone, Copy, Default)]
 pub(super) struct Visible {
     rows: u64,
-    /// Whether each of these rows has the number of its worker's slot, so that a lookup need not read `worker_of`.
+    /// Whether each row of this word has the number of its worker's slot, so that a lookup need not read `worker_of`.
     in_order: bool,
 }
 

@@ -23,7 +23,7 @@ const TIME_SHIFT: u32 = 2 + OWNER_BITS;
 const HASH_SHIFT: u32 = TIME_SHIFT + TIME_BITS;
 const TIME_MASK: u32 = (1 << TIME_BITS) - 1;
 
-/// The largest number of an owner.
+/// The largest owner number.
 pub(crate) const OWNER_MAX: u16 = (1 << OWNER_BITS) - 1;
 
 /// One line of the processor's cache.

@@ -93,9 +93,9 @@ pub struct RouteRates {
 /// A prefill worker as the sender of KV.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sender {
-    /// The total cost of its use.
+    /// The total cost of using this worker.
     pub(super) cost: f64,
-    /// The time in which it computes the prompt.
+    /// The time in which this worker computes the prompt.
     pub(super) compute_ms: f64,
     /// As [`Candidate::step_tokens`].
     pub(super) step_tokens: u32,
@@ -241,7 +241,7 @@ impl RouteRates {
         let capacity = available + f64::from(worker.in_use_blocks);
         let wanted = blocks_of(worker.queued_tokens) + blocks_of(worker.answer_tokens) / 2.0 + blocks as f64;
         let lacking = (wanted - available).max(0.0);
-        // A worker that has not reported its blocks has no capacity.
+        // Charges nothing if the worker has not reported its blocks.
         if capacity > 0.0 { lacking / capacity * self.costs.answer_ms } else { 0.0 }
     }
 }

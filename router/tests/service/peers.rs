@@ -130,7 +130,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
 }
 
 #[tokio::test]
-async fn draining_router_with_a_peer_retries_attempts_until_it_stops() {
+async fn draining_router_with_a_peer_still_places_retried_requests_until_the_router_stops() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let [one, other] = routers(&[&decode], local()).await;
     let watches = join_all(&mut decode, 2).await;

@@ -129,8 +129,8 @@ impl Api for LlamaCppClient {
     fn check(&self, generate: &Generate) -> Result<(), Refusal> {
         let why = match generate {
             Generate { namespace, .. } if self.settings.prefix_caching && !namespace.is_shared() => {
-                "llama.cpp does not separate the caches of clients: this worker serves requests without cache_salt, of frontends without \
-                 --cache-isolation account; with --no-prefix-caching it serves all"
+                "llama.cpp does not separate the caches of clients: this worker serves only requests without cache_salt from frontends without \
+                 --cache-isolation account; with --no-prefix-caching it serves all requests"
             }
             Generate { prompt_logprobs: Some(_), .. } => "llama.cpp does not report the logprobs of prompts",
             Generate { sampling: Sampling { min_tokens: 1.., .. }, .. } => "llama.cpp has no min_tokens",

@@ -5,9 +5,8 @@ use tandem_kv::{ByTier, EventLog, KvEvent, SequenceHash, Snapshot, StoredChain, 
 
 /// The blocks of a mirror.
 ///
-/// A block is in the *chain* of all blocks if the engine holds it and its parent, if it has one, is in this chain. The tiers' chains
-/// ([`Tier::note`]) are reported besides as soon as there is a block that only a slower tier holds. So the memory of engines with one tier holds no
-/// further blocks.
+/// The *chain* of all blocks has each block that the engine holds and whose parent, if any, is in the chain. As soon as only a slower tier
+/// holds some block, the tiers' chains ([`Tier::note`]) are reported as well. So engines with one tier need no further blocks.
 #[derive(Default)]
 pub(super) struct MirrorBlocks {
     held: HashMap<SequenceHash, MirrorBlock>,

@@ -102,7 +102,7 @@ impl VllmSettings {
 pub enum KvEvents {
     /// The server reports the addresses. If it reports none, the cached blocks are assumed from the requests that were routed to it.
     Discover,
-    /// The engine publishes KV events at these fixed addresses.
+    /// The engine publishes KV events at the addresses in the settings.
     At {
         /// The address of the events: `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,
@@ -204,7 +204,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     if approximate {
         tracing::warn!(
             engine = %url,
-            "the engine publishes no KV events, so its cache is assumed from what was routed to it; start vLLM with --kv-events-config \
+            "the engine publishes no KV events, so its cache is assumed from the prompts routed to it; start vLLM with --kv-events-config \
              '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}'"
         );
     }
@@ -262,8 +262,8 @@ fn reachable(source: EventSource, host: &str) -> Result<(String, Option<String>,
             }
             None if endpoint.starts_with("ipc://") && LOOPBACK.contains(&host) => Ok(endpoint),
             _ => Err(ConnectError::Endpoint(format!(
-                "the engine at {host} reports {endpoint:?} as an address of its KV events, which is not on that host; if this is right, set \
-                 --engine-events to the address, otherwise change vLLM's --kv-events-config"
+                "the engine at {host} reports {endpoint:?} as an address of its KV events, which is not on that host; if the address is right, set \
+                 --engine-events to it, otherwise change vLLM's --kv-events-config"
             ))),
         }
     };

@@ -56,7 +56,7 @@ pub(super) struct SamplingParams<'a> {
     logprob_token_ids: Vec<TokenId>,
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
     allowed_token_ids: &'a [TokenId],
-    /// The engine converts these texts to tokens with its own tokenizer.
+    /// The texts that the answer must not contain. The engine converts them to tokens with its own tokenizer.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     bad_words: Vec<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -8,8 +8,8 @@
 //! - If a batch's number shows a gap, the task requests a replay. A missing batch that the replay does not contain either is [`EventLoss`].
 //! - After a loss, the task delivers all batches that the engine still has. A mirror built from these batches alone contains some of the cached
 //!   blocks, and no block that is not cached.
-//! - After a reconnect, and from time to time while no batch arrives, the task requests a replay from the last delivered batch on. This also
-//!   reveals lost batches that no later batch has followed. If the replay lacks the last delivered batch, or has another batch with the same
+//! - After a reconnect, and from time to time while no batch arrives, the task requests a replay from the last delivered batch on. The replay
+//!   also reveals lost batches that no later batch has followed. If the replay lacks the last delivered batch, or has another batch with the same
 //!   number, the engine has been restarted: [`MirrorUpdate::Restarted`].
 //! - If a batch clears the cache, the batches before it do not matter, so their loss is not reported.
 
@@ -44,7 +44,7 @@ pub struct SubscriptionSettings {
     pub replay_endpoint: Option<String>,
     /// The ZMQ topic under which the engine publishes its batches of KV events.
     pub topic: String,
-    /// The data-parallel rank whose batches are published at these endpoints.
+    /// The data-parallel rank whose batches are published at `endpoint` and `replay_endpoint`.
     pub data_parallel_rank: u32,
     /// Time limit for connecting, and for the arrival of each batch of a replay.
     pub timeout: Duration,

@@ -187,7 +187,7 @@ impl AnswerFormat for WholeChoices {
             AnswerPart::Started { echo } => self.echo(choices, echo, &[]),
             AnswerPart::PromptLogprobs { tokens, echo } => {
                 self.echo(choices, echo, &echoed(context, &tokens));
-                // Without `prompt_logprobs`, only the echo has the logprobs of the prompt.
+                // Adds the field `prompt_logprobs` only if it was requested: otherwise the echo alone has the logprobs of the prompt.
                 if context.prompt_logprobs.is_some() {
                     self.prompt_logprobs[prompt] = Some(tokens);
                 }

@@ -61,7 +61,7 @@ impl CustomInput {
             if self.state != State::Text {
                 break;
             }
-            // The first half of a surrogate pair, without the second one.
+            // Replaces the held first half of a surrogate pair, because no second half follows.
             if self.held.len() == 6 && char != '\\' {
                 text.push(char::REPLACEMENT_CHARACTER);
                 self.held.clear();

@@ -52,7 +52,7 @@ pub enum CudaError {
     Shape { what: &'static str, found: usize },
     /// Heads or feed-forward columns cannot be divided evenly among the GPUs.
     #[error(
-        "--tp {ranks} does not fit the model, which has {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns; it must divide the heads, and the columns into multiples of 8: use one of {possible:?}"
+        "--tp {ranks} does not fit the model, which has {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns; --tp must divide the heads, and the columns into multiples of 8: use one of {possible:?}"
     )]
     TensorParallel { ranks: usize, heads: usize, kv_heads: usize, ffn: usize, possible: Vec<usize> },
     /// The GPUs differ, but the kernels are compiled for one kind of GPU.

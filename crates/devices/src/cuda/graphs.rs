@@ -1,8 +1,8 @@
 //! CUDA graphs of decode steps: a step's hundreds of kernel launches are captured once, and then replayed by one call.
 //!
-//! All steps of a bucket have the same launch parameters (geometry, counts, addresses). They follow from the bucket and from the addresses
-//! of the lists that are uploaded for each step. Steps of a bucket differ only in the contents of these lists. So a graph is looked up by
-//! its bucket, and all graphs are discarded when the lists are moved.
+//! All steps of a bucket have the same launch parameters (geometry, counts, addresses). The parameters follow from the bucket and from the
+//! addresses of the lists that are uploaded for each step. Steps of a bucket differ only in the contents of these lists. So a graph is
+//! looked up by its bucket, and all graphs are discarded when the lists are moved.
 
 use super::{
     CudaError,

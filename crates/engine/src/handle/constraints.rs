@@ -38,7 +38,8 @@ pub(super) struct Constraints {
     threads: Arc<Mutex<Option<MaskThreads>>>,
     turns: Arc<Turns>,
     compiled: Arc<Mutex<Compiled>>,
-    /// Set when the vocabulary's tables are built. This takes longer than the compilation of a constraint, and is not part of its time limit.
+    /// Set when the vocabulary's tables are built. Building them takes longer than the compilation of a constraint, and is not part of its
+    /// time limit.
     built: Arc<OnceCell<()>>,
     wake: Arc<Notify>,
 }

@@ -27,7 +27,7 @@ const SHORT_STEPS_MAX: u32 = 8;
 pub(super) struct ShortSteps(u32);
 
 impl ShortSteps {
-    /// Returns whether the next step, from which outranked prompts could be left out, may be short. Records this step.
+    /// Returns whether outranked prompts may be left out of the next step, and records the step as short or not.
     fn next(&mut self) -> bool {
         let is_short = self.0 < SHORT_STEPS_MAX;
         if is_short {

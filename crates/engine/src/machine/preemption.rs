@@ -53,12 +53,12 @@ impl Machine {
 
     /// Preempts a sequence to free blocks for a sequence of `owner` that needs `blocks` of them. Returns whether it preempted one.
     ///
-    /// A paused sequence is preempted first. Next, `owner` preempts what it outranks, if all that it outranks holds enough blocks together: a forking
-    /// prompt that does not outrank the last running sequence in the fair order, or else that last sequence. If it outranks neither, the last
-    /// sequence is preempted if it has the same rank and its owner has more than a fair share. For this rule, an owner is an account with its
-    /// sequences of this rank or, if both sequences belong to one account, a request. An owner has more than a fair share if it holds more blocks
-    /// than the owner of the new sequence will hold, and will still have at least as many sequences. So each owner keeps its first sequence, and two
-    /// owners never preempt each other alternately.
+    /// A paused sequence is preempted first. Next, `owner` preempts a sequence that it outranks, if all such sequences together hold enough
+    /// blocks: a forking prompt that does not outrank the last running sequence in the fair order, or else that last sequence. If `owner`
+    /// outranks neither, the last sequence is preempted if it has the same rank and its owner has more than a fair share. For this rule, an
+    /// owner is an account with its sequences of this rank or, if both sequences belong to one account, a request. An owner has more than a
+    /// fair share if it holds more blocks than the owner of the new sequence will hold, and will still have at least as many sequences. So
+    /// each owner keeps its first sequence, and two owners never preempt each other alternately.
     pub(super) fn preempt_for(&mut self, owner: &Owner, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;

@@ -97,7 +97,7 @@ impl Queue {
             };
             drop(turns);
             let began = Instant::now();
-            // A sample that has ended needs no mask.
+            // Computes no mask if the sample has ended.
             if let Some(state) = state.upgrade() {
                 state.lock().compute(&mask);
                 wake.notify_one();

@@ -62,7 +62,7 @@ impl PromptWords {
         let text = candidates.concat();
         let (once, twice) = (tokenizer.count(&text).await?, tokenizer.count(&text.repeat(2)).await?);
         let Some(lead) = (2 * once).checked_sub(twice) else { return Ok(None) };
-        // Most of the candidates consist of several tokens.
+        // Gives up if too many of the candidates consist of several tokens.
         if once.saturating_sub(lead) > candidates.len() as u64 * 3 / 2 {
             return Ok(None);
         }

@@ -200,13 +200,13 @@ pub struct WorkerShare {
     pub decodes: bool,
     /// The number of prompts that the worker computed.
     pub prompts: u64,
-    /// The number of tokens in these prompts, including cached ones.
+    /// The number of tokens in the prompts that the worker computed, including cached tokens.
     pub prompt_tokens: u64,
-    /// The number of cached tokens in these prompts.
+    /// The number of cached tokens among `prompt_tokens`.
     pub cached_tokens: u64,
     /// The number of answers that the worker generated.
     pub answers: u64,
-    /// The number of tokens in these answers.
+    /// The number of tokens that the worker generated.
     pub output_tokens: u64,
 }
 

@@ -19,7 +19,7 @@ const WORKERS_MAX: usize = 256;
 const BARS_MAX: usize = 24;
 /// The maximum number of points in a line over time. More points would show single bursts and hide the trend.
 const SPANS_MAX: usize = 60;
-/// The minimum number of these points. A run has more of them only if each covers at least ten requests.
+/// The minimum number of points in a line over time. A line has more points only if each of them covers at least ten requests.
 const SPANS_MIN: usize = 6;
 
 #[derive(Serialize)]

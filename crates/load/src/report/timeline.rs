@@ -36,9 +36,9 @@ pub struct Bin {
     pub cached_tokens: u64,
     /// The number of requests that were due and later received a first token.
     pub first_tokens: u64,
-    /// The sum of the TTFTs of these requests, in milliseconds.
+    /// The sum of the TTFTs of the requests in `first_tokens`, in milliseconds.
     pub ttft_sum_ms: f64,
-    /// The longest TTFT of these requests, in milliseconds.
+    /// The longest TTFT of the requests in `first_tokens`, in milliseconds.
     pub ttft_max_ms: f64,
 }
 

@@ -33,7 +33,7 @@ impl WatchedAddresses {
             match changed.map_err(|error| unreadable(&self.path, &error)).and_then(|text| parsed(&text)) {
                 Ok(listed) if listed.is_empty() => tracing::warn!(
                     file = %self.path.display(),
-                    "the list of members has become empty, so the last one stays in use; to remove all members, stop them"
+                    "the list of members has become empty, so the last list stays in use; to remove all members, stop their processes"
                 ),
                 Ok(listed) if listed != *now => return listed,
                 Ok(_) => {}

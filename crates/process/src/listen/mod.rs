@@ -112,7 +112,7 @@ async fn accept(arrivals: &mut Arrivals) -> (Either<TcpStream, DuplexStream>, Op
     match arrivals {
         Arrivals::Tcp(listener) => {
             let (stream, address) = axum::serve::Listener::accept(listener).await;
-            // Without this option, a small event waits up to 40 ms for the client's delayed acknowledgement of the previous event.
+            // Without TCP_NODELAY, a small event waits up to 40 ms for the client's delayed acknowledgement of the previous event.
             if let Err(error) = stream.set_nodelay(true) {
                 tracing::debug!(%error, "TCP_NODELAY cannot be set");
             }

@@ -343,12 +343,12 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             }
         };
         compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
-        // The answer states that its number is an estimate, so the number may differ from the workers' counts.
+        // An estimate is not compared: the answer marks it, and it may differ from the workers' counts.
         if usage.source == CountSource::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }
     }
-    // If no client's id is in a ledger, all winners are missing for one reason.
+    // If no client's id is in a ledger, one finding replaces those of all answers, because they have the same reason.
     if !known.is_empty() && !known.iter().any(|id| requests.contains_key(id)) {
         let missing: Vec<Finding> = findings.extract_if(.., |finding| matches!(finding, Finding::NoWinner { .. })).collect();
         if let Some(Finding::NoWinner { request, .. }) = missing.first() {

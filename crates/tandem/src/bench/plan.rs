@@ -89,7 +89,7 @@ impl PlanArgs {
             .filter_map(|tried| Some((tried.share?, &tried.name)))
             .max_by(|one, other| one.0.total_cmp(&other.0));
         let nearest = best.map_or_else(
-            || "all that were tried meet them for less than 50%".to_owned(),
+            || "all clusters that were tried meet them for less than 50%".to_owned(),
             |(share, name)| format!("the nearest one, {name}, meets them for {}", below(share)),
         );
         format!(

@@ -135,7 +135,7 @@ const NUMBERS: [(&str, &str); 4] = [
     ("number too small to fit in target type", "the number is too small"),
 ];
 
-/// Returns the message of `error` without clap's hints. They are for the command line and do not apply to the file.
+/// Returns the message of `error` without clap's hints, which are for the command line and do not apply to the file.
 fn without_advice(error: &clap::Error) -> String {
     let text = error.to_string();
     let message = text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();

@@ -81,7 +81,7 @@ pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
         // from other local programs, and would pass on accounts that clients invent.
         Some(header) if !is_set(&&"trusted-proxies") => Err(format!(
             "--account-header {header} is accepted from trusted proxies only, and none is listed; list the addresses of the proxy that sets \
-             it in --trusted-proxies (127.0.0.1 for one on this machine)"
+             the header in --trusted-proxies (127.0.0.1 for a proxy on this machine)"
         )),
         _ => Ok(()),
     }

@@ -56,18 +56,18 @@ pub enum StartError {
     EngineCa { path: PathBuf, source: io::Error },
     #[error("the engine at {url} cannot be used")]
     ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
-    #[error("{0} is the name of a LoRA and of another model or another model's LoRA; give each a name of its own")]
+    #[error("{0} is the name of a LoRA and of another model or another model's LoRA; give each model and LoRA a name of its own")]
     AmbiguousModel(String),
     #[error("--extra-model names {0}, but no engine serves it; write the model's id as its engine lists it in /v1/models")]
     NoEngineOfModel(String),
     #[error("--tool-call-parser or --reasoning-parser names the model {0}, which is not served; write the id of a served model")]
     ParserOfUnknownModel(String),
     #[error(
-        "the engine at {url} does not report where its model comes from, or names a directory that only its own machine has; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
+        "the engine at {url} does not report where its model comes from, or names a directory of another machine; set --model to the model, for its tokenizer and chat template (or --extra-model ID=MODEL, if --model is another engine's model)"
     )]
     UnknownModel { url: String },
     #[error(
-        "the engine at {url} says that its model is {model}, but an engine of another machine must not choose the tokenizer and chat template; set --model {model} if that is right, or --trust-engine-model to accept what engines name (--extra-model ID=MODEL for another engine's model)"
+        "the engine at {url} says that its model is {model}, but an engine of another machine must not choose the tokenizer and chat template; set --model {model} if that model is right, or --trust-engine-model to accept the models that engines name (--extra-model ID=MODEL for another engine's model)"
     )]
     UntrustedModel { url: String, model: String },
     #[error(transparent)]

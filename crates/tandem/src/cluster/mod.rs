@@ -307,7 +307,7 @@ async fn own_workers(
     if config.worker.tp > 1 && engines > 1 && std::env::var_os("NCCL_LAUNCH_ORDER_IMPLICIT").is_none() {
         tracing::warn!(
             engines,
-            "several engines of this process use the same GPUs with --tp, and NCCL does not guarantee that their all-reduces cannot wait for each other; set NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment (NCCL 2.26 or later), or run one worker per process on GPUs of its own"
+            "several engines of this process use the same GPUs with --tp, so their all-reduces may wait for each other without end; set NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment (NCCL 2.26 or later), or run one worker per process on GPUs of its own"
         );
     }
     let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];

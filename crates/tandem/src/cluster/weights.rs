@@ -87,7 +87,7 @@ impl EngineConfig {
         if let Some(tokens) = self.worker.kv_capacity_tokens.filter(|tokens| *tokens < SMALL_CAPACITY_TOKENS) {
             tracing::warn!(
                 tokens,
-                "--kv-capacity-tokens is small: a prompt and its answer can have no more tokens together, and few requests run at once"
+                "--kv-capacity-tokens is small: a prompt and its answer together can have no more tokens than this, and few requests run at once"
             );
         }
         on_blocking_thread(move || {

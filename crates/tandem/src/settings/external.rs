@@ -22,7 +22,7 @@ pub struct ExternalArgs {
     #[serde(serialize_with = "with_commas")]
     pub engine_url: Vec<String>,
 
-    /// Where the server publishes KV events: `discover` asks the server, `none` assumes that it has cached what was routed to it, or
+    /// Where the server publishes KV events: `discover` asks the server, `none` assumes that it has cached the prompts routed to it, or
     /// tcp://host:port or ipc://path
     #[arg(long, env = "TANDEM_ENGINE_EVENTS", value_name = "ENDPOINT", default_value = "discover", value_parser = events)]
     pub engine_events: String,

@@ -93,9 +93,9 @@ impl KeyArgs {
         ClusterKey::new(without_newline(&content)).map_err(|error| unusable(error.into()))
     }
 
-    /// Returns the key of a cluster in front of external engines. They keep running when the cluster ends, and the salts under which they cache
-    /// prompts depend on the key. If no key file is set, the key is therefore stored in the user's state folder, so that the next start uses
-    /// the same one. If it cannot be stored, it is random, and a warning says what is lost.
+    /// Returns the key of a cluster in front of external engines. The engines keep running when the cluster ends, and the salts under which
+    /// they cache prompts depend on the key. If no key file is set, the key is therefore stored in the user's state folder, so that the
+    /// next start uses the same one. If the key cannot be stored, it is random, and a warning says what is lost.
     ///
     /// # Errors
     /// A file is set, and it is missing, too short or too long.

@@ -135,7 +135,7 @@ impl RouterConnection {
         };
         let reply = reply.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!(
-                "the process at {} refuses the call: {}; the key of a `tandem up` without this flag is known to its user only",
+                "the process at {} refuses the call: {}; only its user has the key of a `tandem up` without --cluster-key-file",
                 self.address,
                 status.message()
             ),

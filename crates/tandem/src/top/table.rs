@@ -288,7 +288,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
 /// tiers.
 fn notes(worker: &WorkerView) -> Vec<String> {
     let Some(info) = &worker.info else { return Vec::new() };
-    let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";
+    let assumed = "the router assumes its cache from the prompts routed to it, because its engine publishes no KV events";
     let approximate = info.approximate_index.then(|| assumed.to_owned());
     let notes = worker.unpaired_reason.iter().chain(&worker.index_note).cloned().chain(approximate).chain(tiers(&worker.tiers));
     notes.map(|note| format!("{}: {note}", info.worker_id)).collect()

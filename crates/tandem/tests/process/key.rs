@@ -96,7 +96,7 @@ fn process_on_a_public_address_warns_about_a_missing_or_readable_key() {
     let router = |name: &str, listen: [u8; 4], args: &[&str]| -> Up {
         plan.start_without_key("router", name, (listen, 0).into(), &[&["--admin-listen", "127.0.0.1:0"], args].concat())
     };
-    // A thread of its own writes the log, perhaps after the introduction.
+    // Waits for the warning: a separate thread writes the log, perhaps after the process has printed its introduction.
     let _open = router("open", [0, 0, 0, 0], &[]);
     until("the process warns", || warned("open", "this cluster has no key"), |warned| *warned);
     let _local = router("local", [127, 0, 0, 1], &[]);

@@ -106,7 +106,7 @@ fn commands_without_a_server_find_the_only_cluster_of_their_user() {
 }
 
 #[test]
-fn file_of_a_killed_cluster_is_removed_and_one_that_others_may_read_is_refused() {
+fn file_of_a_killed_cluster_is_removed_and_a_file_that_other_users_may_read_is_refused() {
     let user = User::new();
     let killed = user.up(&[]);
     killed.signal("-KILL");

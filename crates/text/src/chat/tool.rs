@@ -76,7 +76,7 @@ impl Tool {
     fn arguments_schema(&self, pointer: &str) -> Value {
         let mut schema = if self.parameters.is_object() { self.parameters.clone() } else { json!({}) };
         move_references(&mut schema, pointer);
-        // The arguments are an object even if the schema does not say so.
+        // Requires an object even if the tool's schema states no type.
         if schema.get("type").is_none() {
             schema["type"] = "object".into();
         }

@@ -2,7 +2,7 @@
 //! end the process or hold others up. The engine itself counts only instructions.
 //!
 //! Values are dropped, compared and printed by functions that call themselves for each level, so values must not be nested without a
-//! limit. They can grow from step to step only through what outlives an expression: variables, members of namespaces, and arguments of
+//! limit. Values can grow from step to step only through what outlives an expression: variables, members of namespaces, and arguments of
 //! macros. [`instrument`](super::instrument) passes each of these through a filter of this module. One expression, and the blocks around it,
 //! can only nest as deeply as the source is long, for which the thread has enough stack.
 
@@ -19,11 +19,11 @@ use std::{
 
 /// The filter for the values of variables and arguments.
 pub(super) const VARIABLE: &str = "tandem_variable";
-/// The filter for the values of a namespace's members. They must not be namespaces, or a namespace could contain itself.
+/// The filter for the values of a namespace's members, which must not be namespaces: otherwise a namespace could contain itself.
 pub(super) const MEMBER: &str = "tandem_member";
 /// The filter for the results of operations that make values.
 pub(super) const MADE: &str = "tandem_made";
-/// The filter for slices. Those of lists are not copies.
+/// The filter for slices. Slices of lists are not copies.
 pub(super) const SLICED: &str = "tandem_sliced";
 /// The filter that checks the time. Returns its value unchanged.
 pub(super) const TICK: &str = "tandem_tick";

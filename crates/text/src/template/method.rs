@@ -98,7 +98,7 @@ fn strip<'a>(text: &'a str, chars: Option<&str>) -> &'a str {
     text.trim_start_matches(stripped(chars)).trim_end_matches(stripped(chars))
 }
 
-/// Returns whether a character is one of these or, without them, a space.
+/// Returns a function that says whether a character is one of `chars` or, for `None`, a space.
 fn stripped(chars: Option<&str>) -> impl Fn(char) -> bool {
     move |char| chars.map_or_else(|| is_space(char), |chars| chars.contains(char))
 }

@@ -93,7 +93,7 @@ impl SentencePiece {
         let mut pairs: BinaryHeap<MergePair> = (1..count).filter_map(|right| self.pair(text, &parts, right - 1, right)).collect();
         while let Some(pair) = pairs.pop() {
             let (left, right) = (&parts[pair.left], &parts[pair.right]);
-            // One of the two neighbours may have been merged since the pair was found.
+            // Skips a pair of which one part has been merged since the pair was found.
             if left.len == 0 || right.len == 0 || left.len + right.len != pair.len {
                 continue;
             }

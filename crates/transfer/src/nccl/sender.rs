@@ -159,7 +159,7 @@ impl JoinedPeer {
         let Self { sender, address, .. } = self;
         let Ok(channel) = sender.0.channels.to(address) else { return "the decode worker's address is invalid".to_owned() };
         let (batches, mut queue) = mpsc::channel(1);
-        // Tickets may name the communicator as soon as the control stream is open.
+        // From now on blocks can be queued, because tickets may name the communicator as soon as the control stream is open.
         if let Some(peer) = sender.0.peers.lock().get_mut(address) {
             peer.batches = Some(batches);
         }

@@ -1,8 +1,8 @@
 //! The pages at `/chat` and `/dashboard`: their files, which are part of this program, and the JSON that the dashboard shows. Each request
 //! for the JSON computes it from the routers' views of the cluster and from [`Recent`](crate::recent::Recent). The chat uses the API only.
 //!
-//! The pages load only files of this server; [`POLICY`] makes browsers enforce this. They add data to the document as text, never as
-//! markup.
+//! The pages load only files of this server; [`POLICY`] makes browsers enforce this rule. The pages add data to the document as text, never
+//! as markup.
 
 mod cluster;
 

@@ -63,7 +63,7 @@ fn bookings_add_no_load_after_a_new_snapshot() {
 }
 
 #[test]
-fn local_prompt_adds_load_to_its_decode_worker_and_its_tokens_until_it_is_prefilled() {
+fn local_prompt_adds_a_sequence_to_the_decode_worker_and_its_tokens_until_prefilled() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 1, 1);
     let (booking, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert!(placement.prefill.is_none());

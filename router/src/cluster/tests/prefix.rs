@@ -97,7 +97,7 @@ fn blocks_of_a_cleared_cache_and_of_a_worker_that_left_are_lost() {
 }
 
 #[test]
-fn blocks_on_another_worker_are_held_elsewhere_with_the_cost_of_choosing_it() {
+fn blocks_on_another_worker_are_held_elsewhere_with_the_cost_of_choosing_that_worker() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 2);
     let prompt = hashes(1, 0, 4);
     scenario.stored("d0", &prompt);

@@ -16,8 +16,8 @@ fn read<T: DeserializeOwned + Serialize>(value: &Value) -> serde_json::Result<Va
 
 type Read = fn(&Value) -> serde_json::Result<Value>;
 
-/// The kinds of lines with their readers, and whether these skip unknown fields. A client's line is written by hand, so a misspelt field is
-/// an error.
+/// The kinds of lines with their readers, and whether the readers skip unknown fields. A client's line is written by hand, so a misspelt
+/// field is an error.
 const READERS: [(&str, Read, bool); 4] = [
     ("member in etcd", read::<MemberRecord>, true),
     ("ledger", read::<LedgerLine>, true),

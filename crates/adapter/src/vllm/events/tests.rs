@@ -149,7 +149,7 @@ fn media_are_tiers_in_any_case() {
 
 /// Events as the public definitions of vLLM's OffloadingConnector describe them, with `self_describing_kv_events` and a file system as second tier.
 #[test]
-fn events_of_offloaded_blocks_keep_them_known_in_their_tier() {
+fn offload_events_keep_blocks_known_in_their_tier() {
     let (key, namespace) = (HashKey::NONE, Namespace::new("m", "", "", ""));
     let salt = Value::from(crate::salt::cache_salt(&key, &namespace));
     let stored = |hash: u64, medium: &str, tokens: std::ops::Range<u64>, more: &[(&str, Value)]| {

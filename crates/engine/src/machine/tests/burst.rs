@@ -44,7 +44,7 @@ fn burst_of_equal_prompts_is_computed_once() {
 }
 
 #[test]
-fn prompt_that_waits_for_a_prefix_owner_delays_no_other_and_is_computed_if_the_owner_is_cancelled() {
+fn prompt_that_waits_for_a_prefix_owner_delays_no_other_prompt_and_is_computed_if_the_owner_is_cancelled() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 32, ..SETTINGS });
     let text = prompt("the first one leaves", 500);
     world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits in the cache");

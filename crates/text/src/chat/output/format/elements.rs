@@ -338,7 +338,7 @@ impl ElementsReader {
                     out.push_str(&types.typed(part).to_string());
                 }
                 self.value = None;
-                // The next element may begin right here.
+                // If nothing was consumed, the next element may begin at this place, so it is read at once.
                 if next > 0 { ReadProgress::Later(next) } else { self.between(text, is_ended, tool, out) }
             }
             ValueStop::Later(safe) => {

@@ -125,7 +125,7 @@ impl GemmaReader {
         }
     }
 
-    /// Writes a name as a string, and a value as what it is.
+    /// Ends a word without quotes, and writes it: a name as a string; a value as it is if it is valid JSON, else as a string.
     fn end_bare(&mut self, out: &mut String) {
         let word = std::mem::take(&mut self.bare);
         let word = constant(word.trim());
