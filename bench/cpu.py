@@ -196,7 +196,7 @@ class Report:
 
 def quiet_table(sides, report, rounds):
     lines = [
-        "| workload | threads | ours, tok/s | llama.cpp, tok/s | its settings | ours ÷ llama.cpp | goal | |",
+        "| workload | threads | Tandem, tok/s | llama.cpp, tok/s | its settings | Tandem ÷ llama.cpp | goal | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for workload in WORKLOADS:

@@ -75,7 +75,7 @@ impl ParserArgs {
     pub(crate) fn applied(&self, model: ServedModel) -> ServedModel {
         let (tool_call, reasoning) = (of_model(&self.tool_call_parser, &model.id), of_model(&self.reasoning_parser, &model.id));
         let model = model.with_parsers(tool_call, reasoning);
-        if model.has_unknown_calls() {
+        if tool_call.is_none() && model.has_unknown_calls() {
             tracing::warn!(
                 model = model.id,
                 parsers = names::<ToolCallParser>(),

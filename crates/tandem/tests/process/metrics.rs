@@ -96,7 +96,7 @@ fn promtool(page: &str) -> String {
     let mut command = Command::new("promtool");
     command.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process =
-        command.spawn().expect("promtool is missing: apt-get install prometheus, or leave it out: -- --skip a_real_");
+        command.spawn().expect("promtool is missing: apt-get install prometheus, or leave this test out: -- --skip promtool_");
     process.stdin.take().expect("stdin is piped").write_all(page.as_bytes()).expect("the process reads");
     let output = process.wait_with_output().expect("the process ends");
     let printed = [output.stdout, output.stderr].concat();
