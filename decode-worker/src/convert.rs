@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 use tandem_engine::{BadWord, FinishReason, Generate, Generated, KvSource, Sampling, TokenLogprobs};
-use tandem_grammar::{Constraint, Kind};
+use tandem_grammar::{CallInput, Constraint, InputPlace, Kind};
 use tandem_kv::{Namespace, TokenId};
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
@@ -217,11 +217,21 @@ fn constraint(wire: v1::Constraint) -> Result<Constraint, Invalid> {
         constraint::Kind::Choice(choices) => Kind::Choice(choices.texts),
         constraint::Kind::Grammar(grammar) => Kind::Grammar(grammar),
         constraint::Kind::StructuralTag(tags) => Kind::StructuralTag(tags),
+        constraint::Kind::CallInputs(inputs) => Kind::CallInputs(inputs.inputs.into_iter().map(call_input).collect()),
     };
     if begins_after.len() > TEXT_BYTES_MAX {
         return Err(Invalid::OutOfRange { field: "begins_after", allowed: "at most 1024 bytes" });
     }
     Ok(Constraint { kind, begins_after: Some(begins_after).filter(|marker| !marker.is_empty()) })
+}
+
+fn call_input(constraint::CallInput { places, grammar, regex }: constraint::CallInput) -> CallInput {
+    let place = |constraint::InputPlace { begin, head, end, tail }| {
+        let end = Some(end).filter(|end| !end.is_empty());
+        InputPlace { begin, head, end, tail }
+    };
+    let kind = if grammar.is_empty() { Kind::Regex(regex) } else { Kind::Grammar(grammar) };
+    CallInput { places: places.into_iter().map(place).collect(), kind }
 }
 
 pub(crate) fn started(started: &tandem_engine::Started) -> v1::DecodeStarted {

@@ -46,6 +46,7 @@ impl MessagesRequest {
         let (mut tools, mut left_out) = chat_tools(tools);
         let mut deferred = DeferredTools::of(&tools);
         let messages = messages(self.system.take(), self.messages.take(), &mut deferred)?;
+        let all_deferred = !tools.is_empty() && tools.iter().all(|tool| tool.deferred);
         deferred.remove_unknown(&mut tools);
         let continued = messages.last().is_some_and(|last| last.role == Role::Assistant);
         if continued && messages.last().is_some_and(|last| !last.tool_calls.is_empty()) {
@@ -54,6 +55,8 @@ impl MessagesRequest {
         }
         let (kwargs, include_reasoning) = thinking(self.thinking.take())?;
         let OutputConfig { effort, format } = self.output_config.take().unwrap_or_default();
+        let explains_calls =
+            all_deferred && self.tool_choice.as_ref().is_none_or(|choice| choice.kind.as_deref() != Some("none"));
         let (choice, parallel) = self.tool_choice.take().map_or(Ok((None, None)), Choice::check)?;
         let tools = RawTools { tools, choice, parallel };
         let effort = effort_with_effect(effort, model, NAMES, &mut left_out);
@@ -66,8 +69,9 @@ impl MessagesRequest {
         chat.continue_final_message = continued.then_some(true);
         chat.chat_template_kwargs = Some(kwargs);
         (chat.include_reasoning, chat.reasoning_effort) = (Some(include_reasoning), effort);
-        let chat = chat.check_with(messages, tools, NAMES, model)?;
+        let mut chat = chat.check_with(messages, tools, NAMES, model)?;
         chat.options.check_one_text()?;
+        chat.conversation.template.explains_calls = explains_calls;
         Ok(Chat { left_out, ..chat })
     }
 }

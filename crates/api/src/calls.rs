@@ -10,7 +10,7 @@ use tandem_grammar::{Constraint, Kind};
 use tandem_text::chat::{ToolCallParser, ToolChoice, Tools};
 
 /// Adds the constraint that makes the model call the required tools. If tools are optional and the text is constrained to JSON, the
-/// constraint allows either calls or the JSON.
+/// constraint allows either calls or the JSON. If the text is free, only the inputs of custom tools with a grammar are constrained.
 ///
 /// # Errors
 /// The text is constrained, and the model's format of tool calls cannot be part of the constraint.
@@ -25,12 +25,17 @@ pub(crate) fn constrain(options: &mut Options, tools: &Tools, parser: ToolCallPa
     if tools.choice != ToolChoice::Auto {
         return Ok(());
     }
-    let Some(stated) = options.constraint.take() else { return Ok(()) };
+    let Some(stated) = options.constraint.take() else {
+        let inputs = tools.call_inputs(parser);
+        return inputs.map_or(Ok(()), |kind| options.constrain(Stated { param: "tools".to_owned(), constraint: kind.into() }));
+    };
     let schema = match &stated.constraint.kind {
         Kind::JsonSchema { schema, .. } => serde_json::from_str(schema).unwrap_or(Value::Null),
         Kind::JsonObject => json!({ "type": "object" }),
         // These constraints remain as the client wrote them: if tool calls are wanted, the constraint itself allows them.
-        Kind::Regex(_) | Kind::Choice(_) | Kind::Grammar(_) | Kind::StructuralTag(_) => return options.constrain(stated),
+        Kind::Regex(_) | Kind::Choice(_) | Kind::Grammar(_) | Kind::StructuralTag(_) | Kind::CallInputs(_) => {
+            return options.constrain(stated);
+        }
     };
     let tag = tools.calls_or_answer(parser, schema).ok_or_else(|| conflict(&stated.param, "tools"))?;
     options.constrain(Stated { constraint: Constraint::from(Kind::StructuralTag(tag.to_string())), ..stated })

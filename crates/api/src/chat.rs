@@ -115,7 +115,7 @@ impl ChatRequest {
             return Err(RequestError::invalid(names.continue_final_message, Problem::Rule { rule }));
         }
         let add_generation_prompt = self.add_generation_prompt.unwrap_or(!continue_final_message);
-        Ok(TemplateOptions { documents, variables, add_generation_prompt, continue_final_message })
+        Ok(TemplateOptions { documents, variables, add_generation_prompt, continue_final_message, ..TemplateOptions::default() })
     }
 }
 

@@ -6,8 +6,11 @@ use crate::{
     parameters::Common,
 };
 use serde_json::{Map, Value};
-use tandem_grammar::{CONSTRAINT_BYTES_MAX, Constraint, Kind};
-use tandem_proto::v1::{self, constraint::Choices};
+use tandem_grammar::{CONSTRAINT_BYTES_MAX, CallInput, Constraint, InputPlace, Kind};
+use tandem_proto::v1::{
+    self,
+    constraint::{CallInputs, Choices},
+};
 
 /// A constraint, and the parameter that states it, for errors.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,9 +45,23 @@ impl Stated {
             Kind::Choice(texts) => v1::constraint::Kind::Choice(Choices { texts }),
             Kind::Grammar(grammar) => v1::constraint::Kind::Grammar(grammar),
             Kind::StructuralTag(tags) => v1::constraint::Kind::StructuralTag(tags),
+            Kind::CallInputs(inputs) => {
+                v1::constraint::Kind::CallInputs(CallInputs { inputs: inputs.into_iter().map(call_input).collect() })
+            }
         });
         message
     }
+}
+
+fn call_input(CallInput { places, kind }: CallInput) -> v1::constraint::CallInput {
+    let place =
+        |InputPlace { begin, head, end, tail }| v1::constraint::InputPlace { begin, head, end: end.unwrap_or_default(), tail };
+    let (grammar, regex) = match kind {
+        Kind::Regex(regex) => (String::new(), regex),
+        Kind::Grammar(grammar) => (grammar, String::new()),
+        _ => Default::default(),
+    };
+    v1::constraint::CallInput { places: places.into_iter().map(place).collect(), grammar, regex }
 }
 
 impl Common {

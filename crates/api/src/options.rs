@@ -12,6 +12,7 @@ use super::{
 };
 use crate::error::{Problem, RequestError, at_most};
 use std::collections::HashMap;
+use tandem_grammar::Kind;
 use tandem_kv::TokenId;
 use tandem_proto::v1::{BadWord, Sampling, TokenSequence};
 use tandem_text::{EncodeError, ServedModel, Special};
@@ -86,7 +87,9 @@ impl Options {
 
     /// Leaves the text free up to and including the marker, such as the end of the reasoning. Has no effect without a constraint.
     pub fn begin_constraint_after(&mut self, marker: &str) {
-        if let Some(stated) = &mut self.constraint {
+        // The inputs of calls are constrained wherever a call begins.
+        let stated = self.constraint.as_mut().filter(|stated| !matches!(stated.constraint.kind, Kind::CallInputs(_)));
+        if let Some(stated) = stated {
             stated.constraint.begins_after = Some(marker.to_owned());
             self.sampling.constraint = Some(stated.message());
         }

@@ -14,6 +14,7 @@ use crate::error::{Problem, RequestError, at_most};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashSet};
+use tandem_grammar::Kind;
 use tandem_text::{
     ServedModel,
     chat::{Message, Role, ToolCall},
@@ -81,7 +82,9 @@ impl ResponsesRequest {
         let chat = chat.check_with(messages, tools, NAMES, model)?;
         chat.options.check_one_text()?;
         let tools = &chat.conversation.tools;
-        if tools.required_input().is_none() && tools.list.iter().any(|tool| tool.input.is_some()) {
+        let constraint = chat.options.constraint.as_ref().map(|stated| &stated.constraint.kind);
+        let is_enforced = tools.required_input().is_some() || matches!(constraint, Some(Kind::CallInputs(_)));
+        if !is_enforced && tools.list.iter().any(|tool| tool.input.is_some()) {
             left_out.push("custom.format".to_owned());
         }
         Ok(Responses { chat: Chat { left_out, ..chat }, repeated, origins })

@@ -6,8 +6,10 @@
 //! Constraints come from clients. llguidance follows rules, references and nested schemas by recursion and without limits, so they are counted
 //! before it sees them, and it runs on a thread with a large stack.
 
+mod call_step;
 mod ebnf;
 mod error;
+mod input_matcher;
 mod lark;
 mod marker;
 mod matcher;
@@ -55,6 +57,31 @@ pub enum Kind {
     Grammar(String),
     /// The text may be free, except between certain tags. The tags and their constraints are described in JSON, as for vLLM and SGLang.
     StructuralTag(String),
+    /// The text is free, except the calls of these tools.
+    CallInputs(Vec<CallInput>),
+}
+
+/// A tool whose input is a text, and the ways in which a model writes calls of it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct CallInput {
+    /// The ways to write a call.
+    pub places: Vec<InputPlace>,
+    /// The texts that the input may be: [`Kind::Grammar`] or [`Kind::Regex`].
+    pub kind: Kind,
+}
+
+/// A way to write a call of a tool. There may be white space before each part but the first one. An empty part stands for letters and digits, or
+/// nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct InputPlace {
+    /// The parts up to the end of the tool's name. Where a text has them, the constraint applies.
+    pub begin: Vec<String>,
+    /// The parts before the input.
+    pub head: Vec<String>,
+    /// The text that ends the input, which does not have it; `None` if the input is a string of JSON, and `head` ends with its quotation mark.
+    pub end: Option<String>,
+    /// The parts after the input.
+    pub tail: Vec<String>,
 }
 
 impl From<Kind> for Constraint {
@@ -72,7 +99,20 @@ impl Constraint {
             }
             Kind::JsonObject => 0,
             Kind::Choice(texts) => texts.iter().map(String::len).sum(),
+            Kind::CallInputs(inputs) => inputs.iter().map(CallInput::text_bytes).sum(),
         }
+    }
+}
+
+impl CallInput {
+    fn text_bytes(&self) -> usize {
+        let texts = |place: &InputPlace| {
+            let InputPlace { begin, head, end, tail } = place;
+            // Each part needs memory besides its text.
+            begin.iter().chain(head).chain(end).chain(tail).map(|text| text.len() + 1).sum::<usize>()
+        };
+        let kind = if let Kind::Grammar(text) | Kind::Regex(text) = &self.kind { text.len() } else { 0 };
+        kind + self.places.iter().map(texts).sum::<usize>()
     }
 }
 
@@ -80,6 +120,11 @@ impl Constraint {
 pub const CONSTRAINT_BYTES_MAX: usize = 256 * 1024;
 /// Maximum number of texts of a choice.
 pub const CHOICES_MAX: usize = 4_096;
+
+/// Maximum number of tools whose inputs a constraint may have.
+pub const CALL_INPUTS_MAX: usize = 32;
+/// Maximum number of ways to write a call of one tool.
+const PLACES_MAX: usize = 4;
 
 /// Checks whether the constraint can be enforced. Blocks its thread for milliseconds, and up to about a second for a very large
 /// constraint.

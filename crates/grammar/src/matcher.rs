@@ -1,6 +1,6 @@
 //! The state of one text under a constraint.
 
-use crate::{GrammarError, MatchError, marker::Marker};
+use crate::{GrammarError, MatchError, input_matcher::InputMatcher, marker::Marker};
 use llguidance::{
     TokenParser,
     api::StopReason,
@@ -11,7 +11,7 @@ use tandem_kv::TokenId;
 
 /// The tokens that a constraint allows at one point of a text: bit `token % 32` of word `token / 32`. There is a bit for every logit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mask(Box<[u32]>);
+pub struct Mask(pub(crate) Box<[u32]>);
 
 pub(crate) struct SharedTrie {
     pub trie: Arc<ApproximateTokEnv>,
@@ -21,10 +21,18 @@ pub(crate) struct SharedTrie {
 /// The state of one text under a constraint. A clone does not change when the original changes.
 #[derive(Clone)]
 pub struct Matcher {
-    parser: llguidance::Matcher,
+    parser: Parser,
     shared: Arc<SharedTrie>,
     /// The marker after which the constraint begins; `None` once the text contains it.
     marker: Option<Marker>,
+}
+
+#[derive(Clone)]
+enum Parser {
+    /// The whole text is constrained.
+    Text(Box<llguidance::Matcher>),
+    /// Only the inputs of certain calls are.
+    Inputs(Box<InputMatcher>),
 }
 
 impl Mask {
@@ -63,7 +71,11 @@ impl Mask {
         }
     }
 
-    fn forbid(&mut self, token: TokenId) {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.iter().all(|word| *word == 0)
+    }
+
+    pub(crate) fn forbid(&mut self, token: TokenId) {
         if let Some(word) = self.0.get_mut(token as usize / 32) {
             *word &= !(1 << (token % 32));
         }
@@ -81,8 +93,8 @@ impl Mask {
 
 impl Matcher {
     pub(crate) fn new(parser: TokenParser, shared: SharedTrie, marker: Option<&str>) -> Result<Self, GrammarError> {
-        let marker = marker.filter(|marker| !marker.is_empty()).map(|text| Marker::new(text, &shared.trie));
-        let mut matcher = Self { parser: llguidance::Matcher::new(Ok(parser)), shared: Arc::new(shared), marker };
+        let parser = Parser::Text(Box::new(llguidance::Matcher::new(Ok(parser))));
+        let mut matcher = Self::of(parser, shared, marker);
         // The first mask shows whether any text meets the constraint.
         match matcher.mask() {
             Ok(_) => Ok(matcher),
@@ -90,9 +102,19 @@ impl Matcher {
         }
     }
 
+    pub(crate) fn of_inputs(inputs: InputMatcher, shared: SharedTrie, marker: Option<&str>) -> Self {
+        Self::of(Parser::Inputs(Box::new(inputs)), shared, marker)
+    }
+
+    fn of(parser: Parser, shared: SharedTrie, marker: Option<&str>) -> Self {
+        let marker = marker.filter(|marker| !marker.is_empty()).map(|text| Marker::new(text, &shared.trie));
+        Self { parser, shared: Arc::new(shared), marker }
+    }
+
     /// Returns whether the text meets the constraint and cannot be continued.
     pub fn is_complete(&self) -> bool {
-        self.marker.is_none() && self.parser.stop_reason() == StopReason::NoExtension
+        let Parser::Text(parser) = &self.parser else { return false };
+        self.marker.is_none() && parser.stop_reason() == StopReason::NoExtension
     }
 
     /// Returns the tokens that are allowed next; `None` if all tokens are. Takes some tens of microseconds, and at most about ten milliseconds.
@@ -107,17 +129,21 @@ impl Matcher {
             mask.iter_mut().for_each(|mask| barred.iter().for_each(|token| mask.forbid(*token)));
             return Ok(mask);
         }
-        let is_accepting = self.parser.is_accepting().map_err(|_| self.failure())?;
-        let allowed = if self.parser.is_stopped() { None } else { self.parser.compute_mask().ok() };
+        let parser = match &mut self.parser {
+            Parser::Inputs(inputs) => return inputs.mask(),
+            Parser::Text(parser) => parser,
+        };
+        let is_accepting = parser.is_accepting().map_err(|_| failure(parser))?;
+        let allowed = if parser.is_stopped() { None } else { parser.compute_mask().ok() };
         let mut mask = match allowed {
             Some(allowed) => Mask(allowed.as_slice()[..size.div_ceil(32)].into()),
             None if is_accepting => Mask(vec![0; size.div_ceil(32)].into()),
-            None => return Err(self.failure()),
+            None => return Err(failure(parser)),
         };
         if is_accepting {
             self.shared.stop_tokens.iter().filter(|token| (**token as usize) < size).for_each(|token| mask.allow(*token));
         }
-        if mask.0.iter().all(|word| *word == 0) { Err(MatchError::NoToken) } else { Ok(Some(mask)) }
+        if mask.is_empty() { Err(MatchError::NoToken) } else { Ok(Some(mask)) }
     }
 
     /// Appends a token to the text. Stop tokens are not part of the text.
@@ -131,20 +157,24 @@ impl Matcher {
             }
             return Ok(());
         }
-        match self.parser.try_consume_tokens(&[token]) {
+        let parser = match &mut self.parser {
+            Parser::Inputs(inputs) => return inputs.accept(token),
+            Parser::Text(parser) => parser,
+        };
+        match parser.try_consume_tokens(&[token]) {
             Ok(1) => Ok(()),
             Ok(_) => Err(MatchError::NotAllowed),
-            Err(_) => Err(self.failure()),
+            Err(_) => Err(failure(parser)),
         }
     }
+}
 
-    fn failure(&self) -> MatchError {
-        match self.parser.stop_reason() {
-            StopReason::NoExtensionBias | StopReason::NoExtension => MatchError::NoToken,
-            _ => {
-                let message = self.parser.get_error().unwrap_or_default();
-                MatchError::TooComplex(message.lines().next().unwrap_or_default().to_owned())
-            }
+fn failure(parser: &llguidance::Matcher) -> MatchError {
+    match parser.stop_reason() {
+        StopReason::NoExtensionBias | StopReason::NoExtension => MatchError::NoToken,
+        _ => {
+            let message = parser.get_error().unwrap_or_default();
+            MatchError::TooComplex(message.lines().next().unwrap_or_default().to_owned())
         }
     }
 }

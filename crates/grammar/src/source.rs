@@ -1,11 +1,12 @@
 //! Converts constraints to llguidance's form.
 
 use crate::{
-    CHOICES_MAX, CONSTRAINT_BYTES_MAX, Constraint, GrammarError, Kind, ebnf,
+    CALL_INPUTS_MAX, CHOICES_MAX, CONSTRAINT_BYTES_MAX, CallInput, Constraint, GrammarError, Kind, PLACES_MAX, ebnf,
+    input_matcher::OUTER,
     lark::{UnenforcedKeywords, literal, with_options},
     rules, schema, structural_tag,
 };
-use llguidance::api::TopLevelGrammar;
+use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::Value;
 
 pub(crate) fn of(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarError> {
@@ -27,7 +28,23 @@ pub(crate) fn of(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarErro
         Kind::Grammar(grammar) if ebnf::is_ebnf(grammar) => bounded_lark(ebnf::to_lark(grammar)?),
         Kind::Grammar(grammar) => bounded_lark(grammar.clone()),
         Kind::StructuralTag(tags) => bounded_lark(structural_tag::to_lark(tags)?),
+        Kind::CallInputs(_) => Err(GrammarError::invalid("inputs of tools have no grammar of their own")),
     }
+}
+
+/// Returns the grammar of each input, followed by the byte that ends it.
+pub(crate) fn of_inputs(constraint: &Constraint, inputs: &[CallInput]) -> Result<Vec<TopLevelGrammar>, GrammarError> {
+    check_size(constraint)?;
+    let of_input = |input: &CallInput| {
+        let kind @ (Kind::Grammar(_) | Kind::Regex(_)) = &input.kind else {
+            return Err(GrammarError::invalid("the input of a tool needs a grammar or a regular expression"));
+        };
+        let mut grammar = of(&Constraint::from(kind.clone()))?;
+        grammar.grammars.iter_mut().for_each(|grammar| grammar.name = Some("input".to_owned()));
+        grammar.grammars.insert(0, GrammarWithLexer::from_lark(OUTER.to_owned()));
+        Ok(grammar)
+    };
+    inputs.iter().map(of_input).collect()
 }
 
 fn bounded_lark(lark: String) -> Result<TopLevelGrammar, GrammarError> {
@@ -40,6 +57,16 @@ fn check_size(constraint: &Constraint) -> Result<(), GrammarError> {
         && texts.len() > CHOICES_MAX
     {
         return Err(GrammarError::TooLarge { found: texts.len(), max: CHOICES_MAX, unit: "choices" });
+    }
+    if let Kind::CallInputs(inputs) = &constraint.kind {
+        let places = inputs.iter().map(|input| input.places.len()).max().unwrap_or_default();
+        for (found, max, unit) in
+            [(inputs.len(), CALL_INPUTS_MAX, "tools with a grammar"), (places, PLACES_MAX, "forms of a call")]
+        {
+            if found > max {
+                return Err(GrammarError::TooLarge { found, max, unit });
+            }
+        }
     }
     let (found, max) = (constraint.text_bytes(), CONSTRAINT_BYTES_MAX);
     if found > max { Err(GrammarError::TooLarge { found, max, unit: "bytes" }) } else { Ok(()) }

@@ -363,3 +363,5 @@ fn pattern_that_cannot_be_enforced_is_refused_with_its_place_or_dropped_if_lenie
         check(&Kind::JsonSchema { schema: key, lenient: true }.into()).expect("a lenient schema loses the pattern");
     }
 }
+
+mod call_inputs;

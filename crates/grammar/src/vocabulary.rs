@@ -1,7 +1,8 @@
 //! A model's tokens, in the form that the compiler of constraints needs.
 
 use crate::{
-    Constraint, GrammarError, Kind, Matcher, matcher::SharedTrie, schema::PROPERTIES_MAX, source, stack::on_large_stack,
+    Constraint, GrammarError, Kind, Matcher, input_matcher::InputMatcher, matcher::SharedTrie, schema::PROPERTIES_MAX, source,
+    stack::on_large_stack,
 };
 use llguidance::{
     ParserFactory,
@@ -25,7 +26,7 @@ pub struct Vocabulary(LazyLock<Result<Built, GrammarError>, Build>);
 
 type Build = Box<dyn FnOnce() -> Result<Built, GrammarError> + Send + Sync>;
 
-pub(crate) struct Built {
+struct Built {
     factory: ParserFactory,
     trie: Arc<ApproximateTokEnv>,
 }
@@ -65,6 +66,14 @@ impl Vocabulary {
     pub fn compile(&self, constraint: &Constraint, stop_tokens: &[TokenId]) -> Result<Matcher, GrammarError> {
         let compiled = on_large_stack("tandem-grammar", || {
             let built = LazyLock::force(&self.0).as_ref().map_err(Clone::clone)?;
+            let shared = SharedTrie { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
+            let marker = constraint.begins_after.as_deref();
+            if let Kind::CallInputs(inputs) = &constraint.kind {
+                let parser = |grammar| built.factory.create_parser(grammar).map(|parser| parser.parser);
+                let parsers = source::of_inputs(constraint, inputs)?.into_iter().map(parser).collect::<Result<Vec<_>, _>>();
+                let parsers = parsers.map_err(|error| GrammarError::invalid(format!("{error:#}").trim()))?;
+                return Ok(Matcher::of_inputs(InputMatcher::new(inputs, parsers, Arc::clone(&built.trie))?, shared, marker));
+            }
             let parser = built.factory.create_parser(source::of(constraint)?).map_err(|error| {
                 let message = format!("{error:#}");
                 match &constraint.kind {
@@ -72,8 +81,7 @@ impl Vocabulary {
                     _ => GrammarError::invalid(message.trim()),
                 }
             })?;
-            let shared = SharedTrie { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
-            Matcher::new(parser, shared, constraint.begins_after.as_deref())
+            Matcher::new(parser, shared, marker)
         });
         compiled.unwrap_or_else(|error| Err(GrammarError::invalid(error)))
     }

@@ -107,6 +107,17 @@ fn constraints_reach_the_engine_and_a_constraint_without_a_kind_is_refused() {
     };
     let checked = |sampling| DecodeRequest::check(GenerateRequest { sampling: Some(sampling), ..request() }, VOCAB_SIZE);
     let choices = v1::constraint::Choices { texts: vec!["a".to_owned()] };
+    let texts = |text: &str| vec![text.to_owned()];
+    let wire_input = |end: &str, grammar: &str, regex: &str| {
+        let place = v1::constraint::InputPlace { begin: texts("b"), head: texts("h"), end: end.to_owned(), tail: texts("t") };
+        v1::constraint::CallInput { places: vec![place], grammar: grammar.to_owned(), regex: regex.to_owned() }
+    };
+    let wire_inputs = v1::constraint::CallInputs { inputs: vec![wire_input("", "g", ""), wire_input("e", "", "r")] };
+    let input = |end, kind| {
+        let place = InputPlace { begin: texts("b"), head: texts("h"), end, tail: texts("t") };
+        CallInput { places: vec![place], kind }
+    };
+    let inputs = vec![input(None, Kind::Grammar("g".to_owned())), input(Some("e".to_owned()), Kind::Regex("r".to_owned()))];
     for (wire, expected) in [
         (v1::constraint::Kind::JsonSchema("{}".to_owned()), Kind::JsonSchema { schema: "{}".to_owned(), lenient: true }),
         (v1::constraint::Kind::JsonObject(true), Kind::JsonObject),
@@ -114,6 +125,7 @@ fn constraints_reach_the_engine_and_a_constraint_without_a_kind_is_refused() {
         (v1::constraint::Kind::Choice(choices), Kind::Choice(vec!["a".to_owned()])),
         (v1::constraint::Kind::Grammar("a".to_owned()), Kind::Grammar("a".to_owned())),
         (v1::constraint::Kind::StructuralTag("{}".to_owned()), Kind::StructuralTag("{}".to_owned())),
+        (v1::constraint::Kind::CallInputs(wire_inputs), Kind::CallInputs(inputs)),
     ] {
         for marker in ["", "</think>"] {
             let request = checked(sampling(Some(wire.clone()), marker)).expect("the request is valid");

@@ -220,7 +220,8 @@ impl Sample {
 
     fn emit_text(&mut self, text: &str, delta: &mut Delta) {
         self.text_len += text.chars().count();
-        if self.tokens.len() <= self.min_tokens {
+        let is_in_call = self.parser.as_ref().is_some_and(OutputParser::is_in_constrained_call);
+        if self.tokens.len() <= self.min_tokens || is_in_call {
             let before = delta.text.len();
             self.stop.pass(text, &mut delta.text);
             self.emitted_len += delta.text[before..].chars().count();

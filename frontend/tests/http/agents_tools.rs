@@ -123,6 +123,109 @@ async fn deferred_tool_is_described_where_a_result_refers_to_it() {
     assert_eq!(answer["content"][0]["type"], "text", "{answer}");
 }
 
+/// A client may defer all its tools. The model still has to know how to call them, and no turn may change the beginning of the prompt.
+#[tokio::test]
+async fn conversation_whose_tools_are_all_deferred_explains_calls_from_its_first_turn() {
+    let mut cluster = cluster().await;
+    let tool =
+        json!({ "name": "TaskStop", "description": "Stops it.", "input_schema": { "type": "object" }, "defer_loading": true });
+    let body = |messages: &Value| json!({ "model": "m", "max_tokens": 100, "tools": [tool], "messages": messages });
+    let question = json!({ "role": "user", "content": "Stop it." });
+    let (first, reply) = answered(&mut cluster, "/v1/messages", body(&json!([question])), "Hm.", 100).await;
+    assert_eq!(reply.status(), StatusCode::OK);
+    assert!(first.contains("<tool_call>") && first.contains("<function>") && !first.contains("TaskStop"), "{first}");
+    let messages = json!([
+        question,
+        { "role": "assistant", "content": [{ "type": "tool_use", "id": "t", "name": "ToolSearch", "input": {} }] },
+        { "role": "user", "content": [
+            { "type": "tool_result", "tool_use_id": "t", "content": [{ "type": "tool_reference", "tool_name": "TaskStop" }] },
+        ] },
+    ]);
+    let call = |name: &str| format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {{}}}}\n</tool_call>");
+    let (second, reply) = answered(&mut cluster, "/v1/messages", body(&messages), &call("TaskStop"), 100).await;
+    let beginning = first.trim_end_matches("<|im_start|>assistant\n");
+    assert!(second.starts_with(beginning) && second[beginning.len()..].contains("Stops it."), "{second}");
+    let (_, answer) = reply.json().await;
+    assert_eq!((&answer["stop_reason"], &answer["content"][0]["name"]), (&json!("tool_use"), &json!("TaskStop")), "{answer}");
+    // The tool in the head is none.
+    let (_, reply) = answered(&mut cluster, "/v1/messages", body(&messages), &call("described_later"), 100).await;
+    assert_eq!(reply.json().await.1["content"][0]["type"], "text");
+    // A client that allows no calls gets no explanation.
+    let mut without = body(&messages);
+    without["tool_choice"] = json!({ "type": "none" });
+    let (prompt, _) = answered(&mut cluster, "/v1/messages", without, "Hm.", 100).await;
+    assert!(!prompt.contains("described_later"), "{prompt}");
+}
+
+/// Stop strings are for the text that users read. Within a call they would cut it, and the call would be lost.
+#[tokio::test]
+async fn stop_strings_do_not_end_a_call_that_a_constraint_enforces() {
+    let mut cluster = cluster().await;
+    let patch = "*** Begin Patch\n*** Delete File: STOP\n*** End Patch\n";
+    let lark = json!({ "type": "grammar", "syntax": "lark", "definition": PATCH });
+    for named in [true, false] {
+        for step in [1, 100] {
+            let mut body = patching(lark.clone(), false);
+            body["stop"] = json!(["STOP"]);
+            if !named {
+                body["tool_choice"] = "auto".into();
+            }
+            let quoted = Value::from(patch).to_string();
+            let in_tags =
+                format!("<tool_call>\n{{\"name\": \"apply_patch\", \"arguments\": {{\"input\": {quoted}}}}}\n</tool_call>");
+            let answer = if named { patch.to_owned() } else { in_tags };
+            let (_, reply) = answered(&mut cluster, "/v1/responses", body.clone(), &answer, step).await;
+            let (status, whole) = reply.json().await;
+            assert_eq!(status, StatusCode::OK, "{whole}");
+            let item = &whole["output"][0];
+            assert_eq!((&item["input"], &item["status"]), (&json!(patch), &json!("completed")), "{whole}");
+            if !named {
+                let (_, reply) = answered(&mut cluster, "/v1/responses", body, "One STOP two", step).await;
+                assert_eq!(reply.json().await.1["output"][0]["content"][0]["text"], "One ");
+            }
+        }
+    }
+}
+
+/// A model that chooses the tool itself writes the text within its own format of calls.
+#[tokio::test]
+async fn grammar_of_a_free_text_constrains_the_calls_that_the_model_chooses() {
+    let mut cluster = cluster().await;
+    let lark = json!({ "type": "grammar", "syntax": "lark", "definition": PATCH });
+    let mut body = patching(lark, false);
+    body["tool_choice"] = "auto".into();
+    let reply = cluster.spawn_post("/v1/responses", body.clone());
+    let call = cluster.call().await;
+    let constraint = call.request.sampling.as_ref().and_then(|sampling| sampling.constraint.clone()).expect("it is constrained");
+    assert_eq!(constraint.begins_after, "", "a call may begin within reasoning");
+    let Some(Kind::CallInputs(inputs)) = constraint.kind else { panic!("the inputs are constrained") };
+    let [input] = &inputs.inputs[..] else { panic!("one tool has a grammar") };
+    assert_eq!(input.grammar, PATCH);
+    assert_eq!(input.places[0].begin.last().map(String::as_str), Some("\"apply_patch\""));
+    call.answer(Some(0), "ok").await;
+    let reply = soon(reply).await.expect("the client task runs");
+    assert_eq!(reply.header("x-tandem-ignored-parameters"), None);
+
+    // Without tools that have a grammar, nothing is constrained.
+    body["tools"][0]["format"] = json!({ "type": "text" });
+    let reply = cluster.spawn_post("/v1/responses", body.clone());
+    let call = cluster.call().await;
+    assert!(call.request.sampling.as_ref().is_some_and(|sampling| sampling.constraint.is_none()));
+    call.answer(Some(0), "ok").await;
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
+    // A grammar that cannot be enforced is refused, as it is where the choice names the tool.
+    body["tools"][0]["format"] = json!({ "type": "grammar", "syntax": "lark", "definition": "start: missing" });
+    let (status, error) = cluster.post("/v1/responses", &body).await.json().await;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "{error}");
+    // More of them than a constraint may have are not enforced.
+    let tools: Vec<Value> = (0..40)
+        .map(|number| json!({ "type": "custom", "name": format!("t{number}"), "format": { "type": "grammar", "syntax": "regex", "definition": "a" } }))
+        .collect();
+    body["tools"] = json!(tools);
+    let (_, reply) = answered(&mut cluster, "/v1/responses", body, "ok", 10).await;
+    assert_eq!(reply.header("x-tandem-ignored-parameters"), Some("custom.format"));
+}
+
 fn patching(grammar: Value, stream: bool) -> Value {
     json!({
         "model": "m", "input": "Fix it.", "stream": stream, "tool_choice": { "type": "custom", "name": "apply_patch" },

@@ -109,7 +109,10 @@ fn decoders() -> BTreeMap<&'static str, Decode> {
     TierView, TokenSequence, Tokens, TransferCapabilities, UnavailableWorker, Waiting, WatchReply, WatchRequest, WorkerInfo, WorkerRef,
     WorkerView, WorkersReply, WorkersRequest,
     ];
+    all.insert("tandem.v1.Constraint.CallInput", decoded::<v1::constraint::CallInput>);
+    all.insert("tandem.v1.Constraint.CallInputs", decoded::<v1::constraint::CallInputs>);
     all.insert("tandem.v1.Constraint.Choices", decoded::<v1::constraint::Choices>);
+    all.insert("tandem.v1.Constraint.InputPlace", decoded::<v1::constraint::InputPlace>);
     all
 }
 

@@ -59,6 +59,10 @@ enum ServerConstraint {
 /// # Errors
 /// Fails if the server does not support it. The text says what to do.
 pub(super) fn check(constraint: &Constraint) -> Result<(), &'static str> {
+    // Without the constraint the model can still call these tools.
+    if matches!(constraint.kind, Kind::CallInputs(_)) {
+        return Ok(());
+    }
     server_constraint(constraint).map(drop)
 }
 
@@ -78,6 +82,7 @@ fn server_constraint(Constraint { kind, begins_after }: &Constraint) -> Result<S
         Kind::Grammar(grammar) if is_ebnf(grammar) => ServerConstraint::Grammar(grammar.clone()),
         Kind::Grammar(_) => return Err("llama.cpp has no grammars in Lark: send the grammar in GBNF"),
         Kind::Regex(_) => return Err("llama.cpp has no constraint by a regular expression: send a grammar in GBNF"),
+        Kind::CallInputs(_) => return Err("llama.cpp cannot constrain the inputs of calls"),
         Kind::StructuralTag(_) => return Err("llama.cpp has no structural tags"),
     })
 }
@@ -203,6 +208,8 @@ mod tests {
         assert_eq!(of(Kind::JsonObject), (json!({ "type": "object" }), Value::Null, false));
         let choice = Kind::Choice(vec!["a\"".to_owned(), "b".to_owned()]);
         assert_eq!(of(choice), (Value::Null, json!(r#"root ::= "a\"" | "b""#), false));
+        // A constraint on the inputs of calls is not sent, and not refused.
+        assert_eq!(of(Kind::CallInputs(Vec::new())), (Value::Null, Value::Null, false));
         let ebnf = "root ::= \"a\"".to_owned();
         assert_eq!(of(Kind::Grammar(ebnf.clone())), (Value::Null, json!(ebnf), false));
         for kind in [Kind::Grammar("start: \"a\"".to_owned()), Kind::Regex("a".to_owned()), Kind::StructuralTag("{}".to_owned())]

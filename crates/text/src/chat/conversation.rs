@@ -3,8 +3,8 @@
 mod hermes;
 mod system;
 
-use super::{Message, Tools, message::MessageForm};
-use serde_json::{Map, Value};
+use super::{Message, Tool, Tools, message::MessageForm};
+use serde_json::{Map, Value, json};
 pub use system::SystemPlaces;
 
 /// The messages and tools of a request, with the client's options for rendering them.
@@ -29,6 +29,8 @@ pub struct TemplateOptions {
     pub add_generation_prompt: bool,
     /// Whether the answer continues the last message.
     pub continue_final_message: bool,
+    /// Whether the head explains calls although it lists no tool, because results of tools describe them all.
+    pub explains_calls: bool,
 }
 
 /// The abilities of a template.
@@ -45,7 +47,7 @@ pub struct Abilities {
 impl Default for TemplateOptions {
     fn default() -> Self {
         let (documents, variables) = Default::default();
-        Self { documents, variables, add_generation_prompt: true, continue_final_message: false }
+        Self { documents, variables, add_generation_prompt: true, continue_final_message: false, explains_calls: false }
     }
 }
 
@@ -60,7 +62,8 @@ impl Conversation {
             messages = hermes::messages(&messages);
         }
         system::place(&mut messages, abilities.system, abilities.alternates);
-        let shown = self.tools.list.iter().filter(|tool| !tool.deferred);
+        let placeholder = self.template.explains_calls.then(placeholder);
+        let shown = self.tools.list.iter().filter(|tool| !tool.deferred).chain(&placeholder);
         let tools: Vec<Value> = match abilities.tools {
             Some(form) => shown.map(|tool| tool.for_template(&form)).collect(),
             None => {
@@ -116,6 +119,15 @@ impl Conversation {
             + self.template.documents.iter().map(value_bytes).sum::<usize>()
             + members_bytes(&self.template.variables)
     }
+}
+
+/// Returns the tool in the head of a conversation whose tools are all deferred, so that the template explains how to call tools. It never changes,
+/// because the prompts of all turns begin with it. A call of it stays text.
+fn placeholder() -> Tool {
+    let description = "Not a tool: no tools are listed here. Results in this conversation describe tools, each between <function> and </function>. \
+                       Such a tool is called by its own name.";
+    let parameters = json!({ "type": "object", "properties": {} });
+    Tool::function("described_later".to_owned(), Some(description.to_owned()), parameters)
 }
 
 fn for_each_value_text(value: &mut Value, change: &mut impl FnMut(&mut String)) {

@@ -2,7 +2,7 @@
 
 use super::{MessageForm, ToolCallParser};
 use serde_json::{Value, json};
-use tandem_grammar::Kind;
+use tandem_grammar::{CALL_INPUTS_MAX, CallInput, Kind};
 
 /// The parameter of a tool whose input is a text.
 pub const INPUT: &str = "input";
@@ -93,6 +93,15 @@ impl Tools {
     pub fn required_input(&self) -> Option<&Kind> {
         let ToolChoice::Named(name) = &self.choice else { return None };
         self.list.iter().find(|tool| tool.name == *name)?.input.as_ref()
+    }
+
+    /// Returns the constraint on an answer that may call tools whose inputs have a grammar; `None` if there is no such tool, if there are too many, or
+    /// if calls are not parsed.
+    pub fn call_inputs(&self, parser: ToolCallParser) -> Option<Kind> {
+        let input = |tool: &Tool| Some(CallInput { places: parser.input_places(&tool.name), kind: tool.input.clone()? });
+        let inputs: Vec<CallInput> = self.list.iter().filter_map(input).collect();
+        let can_be = (1..=CALL_INPUTS_MAX).contains(&inputs.len()) && parser != ToolCallParser::None;
+        can_be.then_some(Kind::CallInputs(inputs))
     }
 
     /// Returns the JSON schema of an answer that makes the required calls; `None` if the model may answer with text.

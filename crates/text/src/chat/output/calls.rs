@@ -29,6 +29,8 @@ pub(super) struct Calls {
     count: usize,
     /// Whether the last call ended before its arguments were complete.
     is_cut: bool,
+    /// Whether the last call is of a tool whose input has a grammar.
+    has_grammar: bool,
     /// Whether the answer has content or a call so far.
     begun: bool,
     /// Whether the text follows directly after a call.
@@ -81,6 +83,7 @@ impl Calls {
             specials,
             count: 0,
             is_cut: false,
+            has_grammar: false,
             begun: false,
             follows_call: false,
             has_content: false,
@@ -91,6 +94,13 @@ impl Calls {
     /// Returns whether there are calls, and the last one is complete.
     pub(super) fn are_complete(&self) -> bool {
         self.count > 0 && !self.is_cut && !matches!(self.state, CallState::Arguments { .. })
+    }
+
+    pub(super) fn is_in_constrained_call(&self) -> bool {
+        match self.tools.choice {
+            ToolChoice::Required | ToolChoice::Named(_) => true,
+            ToolChoice::None | ToolChoice::Auto => self.has_grammar && matches!(self.state, CallState::Arguments { .. }),
+        }
     }
 
     pub(super) fn is_complete(&self) -> bool {
@@ -293,6 +303,7 @@ impl Calls {
 
     fn call(&mut self, name: String, pieces: &mut Pieces) -> usize {
         let index = self.count;
+        self.has_grammar = self.tools.list.iter().any(|tool| tool.name == name && tool.input.is_some());
         pieces.tool_call(index, self.model.new_id(), name);
         self.count += 1;
         (self.begun, self.follows_call, self.line_feeds, self.is_cut) = (true, true, 0, false);

@@ -2,6 +2,7 @@
 
 mod elements;
 mod gemma;
+mod inputs;
 mod marked;
 mod object;
 mod types;

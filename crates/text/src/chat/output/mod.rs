@@ -176,6 +176,11 @@ impl OutputParser {
             || self.harmony.as_ref().is_some_and(Harmony::is_reasoning)
     }
 
+    /// Returns whether the next text is a part of a call that a constraint enforces. Stop strings have no effect there.
+    pub fn is_in_constrained_call(&self) -> bool {
+        !self.is_reasoning() && self.calls.as_ref().is_some_and(Calls::is_in_constrained_call)
+    }
+
     /// Returns whether the text so far has tool calls and the last one is complete.
     pub fn has_complete_calls(&self) -> bool {
         self.calls.as_ref().is_some_and(Calls::are_complete)

@@ -4,14 +4,15 @@
 //! A value may contain any tag, such as a file about this format. So a closing tag ends a value only if the next element, or the end of the call,
 //! follows. Models sometimes omit closing tags: at the beginning of a line, the next parameter or the end of the call ends a value as well.
 
-use super::{After, ArgumentsReader, Start, types::Types};
+use super::{After, ArgumentsReader, Start, inputs::place, types::Types};
 use crate::chat::{
-    Tool, Tools,
+    INPUT, Tool, Tools,
     output::{
         json::{ReadProgress, escape_text},
         tags::partial_suffix,
     },
 };
+use tandem_grammar::InputPlace;
 
 /// The tags of a format.
 #[derive(Debug, PartialEq, Eq)]
@@ -118,6 +119,26 @@ fn is_name(text: &str) -> bool {
 }
 
 impl ElementTags {
+    /// Returns the form of a call of the tool with this name, whose only argument is a text.
+    pub(super) fn input_place(&self, name: &str) -> InputPlace {
+        let ((open, close), (before, after)) = (self.call, self.parameter);
+        let line = if self.has_own_lines { "\n" } else { "" };
+        let attributes = if *self == DEEPSEEK_V32 { " string=\"true\"" } else { "" };
+        let parameter = format!("{before}{INPUT}{after}{attributes}");
+        let end = format!("{line}{}", self.value_end);
+        match self.value {
+            // The name has no end of its own.
+            value if open.is_empty() => {
+                let parameter = parameter.strip_prefix(before).unwrap_or_default();
+                place(&[super::TOOL_CALL, name, before], &[parameter, value], Some(&end), &[self.calls_end])
+            }
+            value => {
+                let head = format!("{parameter}{value}{line}");
+                place(&[&format!("{open}{name}{close}")], &[&head], Some(&end), &[self.call_end])
+            }
+        }
+    }
+
     /// Reads the beginning of a call. The tag before its name may have been read.
     pub(super) fn start(&'static self, text: &str) -> Start {
         let begun = text.trim_start();

@@ -9,7 +9,7 @@ use crate::chat::output::{
 use serde_json::Value;
 
 const CALL: &str = "call:";
-const QUOTE: &str = "<|\"|>";
+pub(super) const QUOTE: &str = "<|\"|>";
 /// Maximum number of bytes of a name.
 const NAME_BYTES_MAX: usize = 256;
 

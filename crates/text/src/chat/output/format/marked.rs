@@ -5,7 +5,7 @@ use super::{After, ArgumentsReader, Start};
 pub(super) struct Marked {
     pub(super) section: &'static str,
     pub(super) call: &'static str,
-    arguments: &'static str,
+    pub(super) arguments: &'static str,
     call_end: &'static str,
     section_end: &'static str,
     /// The tags that end a call's arguments even if these are not complete.
