@@ -21,14 +21,14 @@ pub(crate) struct SharedTrie {
 /// The state of one text under a constraint. A clone does not change when the original changes.
 #[derive(Clone)]
 pub struct Matcher {
-    parser: Parser,
+    kind: MatcherKind,
     shared: Arc<SharedTrie>,
     /// The marker after which the constraint begins; `None` once the text contains it.
     marker: Option<Marker>,
 }
 
 #[derive(Clone)]
-enum Parser {
+enum MatcherKind {
     /// The whole text is constrained.
     Text(Box<llguidance::Matcher>),
     /// Only the inputs of certain calls are.
@@ -93,8 +93,8 @@ impl Mask {
 
 impl Matcher {
     pub(crate) fn new(parser: TokenParser, shared: SharedTrie, marker: Option<&str>) -> Result<Self, GrammarError> {
-        let parser = Parser::Text(Box::new(llguidance::Matcher::new(Ok(parser))));
-        let mut matcher = Self::of(parser, shared, marker);
+        let kind = MatcherKind::Text(Box::new(llguidance::Matcher::new(Ok(parser))));
+        let mut matcher = Self::of(kind, shared, marker);
         // The first mask shows whether any text meets the constraint.
         match matcher.mask() {
             Ok(_) => Ok(matcher),
@@ -103,17 +103,17 @@ impl Matcher {
     }
 
     pub(crate) fn of_inputs(inputs: InputMatcher, shared: SharedTrie, marker: Option<&str>) -> Self {
-        Self::of(Parser::Inputs(Box::new(inputs)), shared, marker)
+        Self::of(MatcherKind::Inputs(Box::new(inputs)), shared, marker)
     }
 
-    fn of(parser: Parser, shared: SharedTrie, marker: Option<&str>) -> Self {
+    fn of(kind: MatcherKind, shared: SharedTrie, marker: Option<&str>) -> Self {
         let marker = marker.filter(|marker| !marker.is_empty()).map(|text| Marker::new(text, &shared.trie));
-        Self { parser, shared: Arc::new(shared), marker }
+        Self { kind, shared: Arc::new(shared), marker }
     }
 
     /// Returns whether the text meets the constraint and cannot be continued.
     pub fn is_complete(&self) -> bool {
-        let Parser::Text(parser) = &self.parser else { return false };
+        let MatcherKind::Text(parser) = &self.kind else { return false };
         self.marker.is_none() && parser.stop_reason() == StopReason::NoExtension
     }
 
@@ -129,9 +129,9 @@ impl Matcher {
             mask.iter_mut().for_each(|mask| barred.iter().for_each(|token| mask.forbid(*token)));
             return Ok(mask);
         }
-        let parser = match &mut self.parser {
-            Parser::Inputs(inputs) => return inputs.mask(),
-            Parser::Text(parser) => parser,
+        let parser = match &mut self.kind {
+            MatcherKind::Inputs(inputs) => return inputs.mask(),
+            MatcherKind::Text(parser) => parser,
         };
         let is_accepting = parser.is_accepting().map_err(|_| failure(parser))?;
         let allowed = if parser.is_stopped() { None } else { parser.compute_mask().ok() };
@@ -157,9 +157,9 @@ impl Matcher {
             }
             return Ok(());
         }
-        let parser = match &mut self.parser {
-            Parser::Inputs(inputs) => return inputs.accept(token),
-            Parser::Text(parser) => parser,
+        let parser = match &mut self.kind {
+            MatcherKind::Inputs(inputs) => return inputs.accept(token),
+            MatcherKind::Text(parser) => parser,
         };
         match parser.try_consume_tokens(&[token]) {
             Ok(1) => Ok(()),

@@ -45,7 +45,7 @@ pub(crate) fn check(lark: &str) -> Result<(), GrammarError> {
                 }
                 begins_line = false;
             }
-            Lexeme::Other => begins_line = false,
+            Lexeme::SpecialToken(_) | Lexeme::Other => begins_line = false,
         }
         if references.len() > RULES_MAX {
             return Err(GrammarError::TooLarge { found: references.len(), max: RULES_MAX, unit: "rules and terminals" });
@@ -53,6 +53,17 @@ pub(crate) fn check(lark: &str) -> Result<(), GrammarError> {
     }
     let Some(start) = numbers.get(START) else { return Ok(()) };
     check_chains(&references, *start)
+}
+
+/// Returns the first special token that the grammar names, with its angle brackets.
+pub(crate) fn special_token(lark: &str) -> Result<Option<&str>, GrammarError> {
+    let mut reader = LexemeReader { text: lark, at: 0 };
+    while let Some(lexeme) = reader.next()? {
+        if let Lexeme::SpecialToken(name) = lexeme {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
 }
 
 /// Follows all references in the order in which llguidance does, each name once.
@@ -84,6 +95,8 @@ enum Lexeme<'a> {
     /// The end of a line.
     Line,
     Name(&'a str),
+    /// A special token, with its angle brackets.
+    SpecialToken(&'a str),
     /// An opening parenthesis or bracket.
     Open,
     /// A closing parenthesis or bracket.
@@ -112,7 +125,10 @@ impl<'a> LexemeReader<'a> {
             b'"' => (quoted(rest, b'"'), Lexeme::Other),
             b'/' if rest.starts_with("//") => (rest.find('\n').unwrap_or(rest.len()), Lexeme::Other),
             b'/' => (quoted(rest, b'/'), Lexeme::Other),
-            b'<' => (rest.find('>').map_or(rest.len(), |end| end + 1), Lexeme::Other),
+            b'<' => {
+                let len = rest.find('>').map_or(rest.len(), |end| end + 1);
+                (len, Lexeme::SpecialToken(&rest[..len]))
+            }
             b'(' | b'[' => (1, Lexeme::Open),
             b')' | b']' => (1, Lexeme::Close),
             b'{' => (1, Lexeme::OpenBrace),

@@ -39,6 +39,12 @@ pub(crate) fn of_inputs(constraint: &Constraint, inputs: &[CallInput]) -> Result
         let kind @ (Kind::Grammar(_) | Kind::Regex(_)) = &input.kind else {
             return Err(GrammarError::invalid("the input of a tool needs a grammar or a regular expression"));
         };
+        if let Kind::Grammar(lark) = kind
+            && !ebnf::is_ebnf(lark)
+            && let Some(token) = rules::special_token(lark)?
+        {
+            return Err(GrammarError::invalid(format!("the input of a tool cannot contain the special token {token}")));
+        }
         let mut grammar = of(&Constraint::from(kind.clone()))?;
         grammar.grammars.iter_mut().for_each(|grammar| grammar.name = Some("input".to_owned()));
         grammar.grammars.insert(0, GrammarWithLexer::from_lark(OUTER.to_owned()));

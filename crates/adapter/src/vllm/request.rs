@@ -106,7 +106,7 @@ impl<'a> SamplingParams<'a> {
             allowed_token_ids: &sampling.allowed_token_ids,
             bad_words: sampling.bad_words.iter().map(|word| word.text.as_str()).collect(),
             prompt_logprobs: None,
-            structured_outputs: structured_outputs,
+            structured_outputs,
             extra_args: ExtraArgs { kv_cache_report_mode: "full" },
         }
     }

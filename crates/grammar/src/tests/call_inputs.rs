@@ -171,6 +171,8 @@ fn hostile_inputs_are_refused_in_bounded_time() {
     for (kind, expected) in [
         (Kind::Regex("(?=a)".to_owned()), "look-around"),
         (Kind::Grammar("start: @input".to_owned()), ""),
+        (Kind::Grammar("start: \"a\" | <|end|>".to_owned()), "special token <|end|>"),
+        (Kind::Grammar("start: <[1]>".to_owned()), "special token <[1]>"),
         (Kind::Grammar("start: missing".to_owned()), "missing"),
         (Kind::Grammar(format!("start: r0\n{}r9999: \"a\"", nested(9_999))), "limit"),
         (Kind::JsonObject, "grammar"),
