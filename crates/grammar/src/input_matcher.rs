@@ -4,9 +4,8 @@
 //! input, the input, whose decoded bytes a parser checks, and the texts after it. All other text is free and costs no mask.
 
 use crate::{
-    CallInput, GrammarError, InputPlace, MatchError,
+    CallInput, GrammarError, InputPlace, Mask, MatchError,
     call_step::{CallForm, CallStep, PartsRead, Text},
-    matcher::Mask,
 };
 use llguidance::{
     earley::{BiasComputer, Parser, ParserRecognizer},

@@ -12,6 +12,7 @@ mod error;
 mod input_matcher;
 mod lark;
 mod marker;
+mod mask;
 mod matcher;
 mod rules;
 mod schema;
@@ -22,7 +23,8 @@ mod vocabulary;
 
 pub use ebnf::is_ebnf;
 pub use error::{GrammarError, MatchError};
-pub use matcher::{Mask, Matcher};
+pub use mask::Mask;
+pub use matcher::Matcher;
 pub use stack::{StackError, on_large_stack};
 pub use vocabulary::Vocabulary;
 
@@ -82,6 +84,14 @@ pub struct InputPlace {
     pub end: Option<String>,
     /// The parts after the input.
     pub tail: Vec<String>,
+}
+
+impl InputPlace {
+    /// Returns the way to write a call with these parts.
+    pub fn new(begin: &[&str], head: &[&str], end: Option<&str>, tail: &[&str]) -> Self {
+        let texts = |parts: &[&str]| parts.iter().map(|part| (*part).to_owned()).collect();
+        Self { begin: texts(begin), head: texts(head), end: end.map(str::to_owned), tail: texts(tail) }
+    }
 }
 
 impl From<Kind> for Constraint {

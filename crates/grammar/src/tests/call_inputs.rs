@@ -15,19 +15,17 @@ fn mixed() -> Vocabulary {
 
 const END: u32 = 256 + LONG.len() as u32;
 
-fn place(begin: &[&str], head: &[&str], end: Option<&str>, tail: &[&str]) -> InputPlace {
-    let texts = |parts: &[&str]| parts.iter().map(|part| (*part).to_owned()).collect();
-    InputPlace { begin: texts(begin), head: texts(head), end: end.map(str::to_owned), tail: texts(tail) }
-}
-
 fn json_input(kind: Kind) -> CallInput {
     let head = [",", "\"arguments\"", ":", "{", "\"input\"", ":", "\""];
-    CallInput { places: vec![place(&["<tool_call>", "{", "\"name\"", ":", "\"patch\""], &head, None, &["}", "}"])], kind }
+    CallInput {
+        places: vec![InputPlace::new(&["<tool_call>", "{", "\"name\"", ":", "\"patch\""], &head, None, &["}", "}"])],
+        kind,
+    }
 }
 
 fn raw_input(kind: Kind) -> CallInput {
     CallInput {
-        places: vec![place(&["<function=patch>"], &["<parameter=input>\n"], Some("\n</parameter>"), &["</function>"])],
+        places: vec![InputPlace::new(&["<function=patch>"], &["<parameter=input>\n"], Some("\n</parameter>"), &["</function>"])],
         kind,
     }
 }
@@ -144,9 +142,9 @@ fn raw_input_ends_where_its_closing_tag_begins_and_the_grammar_is_met() {
 }
 
 #[test]
-fn several_inputs_and_forms_of_a_call_are_told_apart() {
+fn calls_of_several_tools_and_forms_are_distinguished() {
     let mut one = raw_input(Kind::Regex("1".to_owned()));
-    one.places.push(place(&["[CALL]", "patch", "[ID]", "", "[ARGS]"], &["{", "\""], None, &["}"]));
+    one.places.push(InputPlace::new(&["[CALL]", "patch", "[ID]", "", "[ARGS]"], &["{", "\""], None, &["}"]));
     let mut two = json_input(Kind::Regex("2".to_owned()));
     two.places[0].begin[4] = "\"second\"".to_owned();
     let mut matcher = inputs(vec![one, two]);
@@ -275,7 +273,7 @@ proptest! {
         words.sort_unstable();
         words.dedup();
         let grammar = format!("start: {}", INPUTS.map(literal).join(" | "));
-        let places = vec![place(&["<t>", "p"], &[":", "{", "\""], None, &["}"]), place(&["<f>p"], &["<v>"], Some("</v>"), &["</f>"])];
+        let places = vec![InputPlace::new(&["<t>", "p"], &[":", "{", "\""], None, &["}"]), InputPlace::new(&["<f>p"], &["<v>"], Some("</v>"), &["</f>"])];
         let constraint = Kind::CallInputs(vec![CallInput { places, kind: Kind::Grammar(grammar) }]).into();
         // Every byte is a token too, so that each text can be continued.
         let bytes: Vec<u8> = (0..=u8::MAX).collect();

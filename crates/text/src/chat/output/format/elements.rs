@@ -4,7 +4,7 @@
 //! A value may contain any tag, such as a file about this format. So a closing tag ends a value only if the next element, or the end of the call,
 //! follows. Models sometimes omit closing tags: at the beginning of a line, the next parameter or the end of the call ends a value as well.
 
-use super::{After, ArgumentsReader, Start, inputs::place, types::Types};
+use super::{After, ArgumentsReader, Start, types::Types};
 use crate::chat::{
     INPUT, Tool, Tools,
     output::{
@@ -130,11 +130,11 @@ impl ElementTags {
             // The name has no end of its own.
             value if open.is_empty() => {
                 let parameter = parameter.strip_prefix(before).unwrap_or_default();
-                place(&[super::TOOL_CALL, name, before], &[parameter, value], Some(&end), &[self.calls_end])
+                InputPlace::new(&[super::TOOL_CALL, name, before], &[parameter, value], Some(&end), &[self.calls_end])
             }
             value => {
                 let head = format!("{parameter}{value}{line}");
-                place(&[&format!("{open}{name}{close}")], &[&head], Some(&end), &[self.call_end])
+                InputPlace::new(&[&format!("{open}{name}{close}")], &[&head], Some(&end), &[self.call_end])
             }
         }
     }

@@ -10,11 +10,11 @@ impl ToolCallParser {
     pub fn input_places(self, name: &str) -> Vec<InputPlace> {
         let (quoted, input) = (Value::from(name).to_string(), Value::from(INPUT).to_string());
         // The arguments as a JSON object.
-        let json = |begin: &[&str]| place(begin, &["{", &input, ":", "\""], None, &["}"]);
+        let json = |begin: &[&str]| InputPlace::new(begin, &["{", &input, ":", "\""], None, &["}"]);
         // An object with the name and the arguments.
         let object = |open: &[&str], arguments: &str| {
             let begin: Vec<&str> = open.iter().copied().chain(["{", "\"name\"", ":", &*quoted]).collect();
-            place(&begin, &[",", arguments, ":", "{", &input, ":", "\""], None, &["}", "}"])
+            InputPlace::new(&begin, &[",", arguments, ":", "{", &input, ":", "\""], None, &["}", "}"])
         };
         match self {
             Self::None => Vec::new(),
@@ -24,7 +24,7 @@ impl ToolCallParser {
                 object(&[], "\"arguments\""),
                 json(&["[TOOL_CALLS]", name, "[ARGS]"]),
                 json(&["[TOOL_CALLS]", name, "[CALL_ID]", "", "[ARGS]"]),
-                place(&["[TOOL_CALLS]", name, "{"], &[&input, ":", "\""], None, &["}"]),
+                InputPlace::new(&["[TOOL_CALLS]", name, "{"], &[&input, ":", "\""], None, &["}"]),
             ],
             Self::DeepseekV3 => {
                 let marked::Marked { call, arguments, .. } = marked::DEEPSEEK;
@@ -39,7 +39,12 @@ impl ToolCallParser {
             Self::MinimaxM2 => vec![elements::MINIMAX.input_place(name)],
             Self::DeepseekV32 => vec![elements::DEEPSEEK_V32.input_place(name)],
             Self::Gemma4 => {
-                vec![place(&["<|tool_call>", &format!("call:{name}"), "{"], &[&format!("{INPUT}:"), QUOTE], Some(QUOTE), &["}"])]
+                vec![InputPlace::new(
+                    &["<|tool_call>", &format!("call:{name}"), "{"],
+                    &[&format!("{INPUT}:"), QUOTE],
+                    Some(QUOTE),
+                    &["}"],
+                )]
             }
             Self::Harmony => {
                 let to = format!("to=functions.{name}");
@@ -52,11 +57,6 @@ impl ToolCallParser {
             }
         }
     }
-}
-
-pub(super) fn place(begin: &[&str], head: &[&str], end: Option<&str>, tail: &[&str]) -> InputPlace {
-    let texts = |parts: &[&str]| parts.iter().map(|part| (*part).to_owned()).collect();
-    InputPlace { begin: texts(begin), head: texts(head), end: end.map(str::to_owned), tail: texts(tail) }
 }
 
 #[cfg(test)]
