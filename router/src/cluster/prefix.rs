@@ -20,11 +20,16 @@ impl PlacementDecision<'_> {
     pub(super) fn facts(&self, members: &ClusterMembers, choice: RouteChoice, other_namespace_blocks: u32) -> PrefixFacts {
         let computes = choice.prefill.unwrap_or(choice.decode);
         let chosen = &self.candidates[computes];
-        let most = |known: &dyn Fn(usize) -> bool| {
-            let overlap = |at: &usize| (self.candidates[*at].overlap_blocks, *at == computes);
-            let holders = (0..self.candidates.len()).filter(|at| self.candidates[*at].overlap_blocks > 0 && known(*at));
-            holders.max_by_key(|at| (overlap(at), Reverse(*at)))
-        };
+        // The members with the most cached blocks: first the chosen member, then the first one.
+        let (mut eligible, mut anywhere, mut in_flight) = (None, None, 0);
+        for (at, candidate) in self.candidates.iter().enumerate() {
+            in_flight = in_flight.max(candidate.known_blocks);
+            let rank = Some((candidate.overlap_blocks, at == computes, Reverse(at))).filter(|(blocks, ..)| *blocks > 0);
+            anywhere = rank.max(anywhere);
+            if rank > eligible && self.computing(at).is_some() {
+                eligible = rank;
+            }
+        }
         let mut facts = PrefixFacts {
             reusable_blocks: self.hashes.len() as u32,
             expected_blocks: chosen.overlap_blocks,
@@ -33,14 +38,10 @@ impl PlacementDecision<'_> {
             other_namespace_blocks,
             ..Default::default()
         };
-        let eligible = most(&|at| self.computing(at).is_some());
-        facts.eligible = eligible.map(|at| self.known_prefix(at, choice));
-        let anywhere = most(&|_| true).filter(|at| {
-            let blocks = |at: usize| self.candidates[at].overlap_blocks;
-            eligible.is_none_or(|eligible| blocks(*at) > blocks(eligible))
-        });
-        facts.anywhere = anywhere.map(|at| self.known_prefix(at, choice)).or_else(|| facts.eligible.clone());
-        let in_flight = self.candidates.iter().map(|candidate| candidate.known_blocks).max().unwrap_or(0);
+        let known = |(_, _, Reverse(at))| self.known_prefix(at, choice);
+        let blocks = |most: Option<(u32, bool, Reverse<usize>)>| most.map(|(blocks, ..)| blocks);
+        facts.eligible = eligible.map(known);
+        facts.anywhere = anywhere.filter(|_| blocks(anywhere) > blocks(eligible)).map(known).or_else(|| facts.eligible.clone());
         facts.in_flight_blocks = in_flight.max(members.just_computed(self.hashes));
         facts.removed = members.removed(self.hashes, facts.known_prefix());
         facts
