@@ -1,4 +1,5 @@
-//! The client of an attempt. Messages to the client are recorded in the attempt's span and in its ledger entry.
+//! Sends the messages of an attempt to its client. The attempt's span and ledger entry record the main ones: when the attempt was scheduled
+//! (span only), its first token, and its failure.
 
 use std::sync::Once;
 use tandem_process::trace::Span;

@@ -27,7 +27,8 @@ pub(crate) struct PrefixDetails {
     eligible_tokens: u64,
     /// Tokens that the chosen worker was expected to find.
     chosen_tokens: u64,
-    /// The time of computation that the eligible worker with the most cached tokens would have saved, as the router estimates.
+    /// The time to load and compute the prompt that the eligible worker with the most cached tokens would have saved over the chosen
+    /// worker, as the router estimates.
     regret_ms: f64,
     /// The tokens that were not cached, by cause; `None`: the worker has reported no number of cached tokens.
     uncached: Option<Uncached>,

@@ -180,7 +180,7 @@ impl CudaModel {
         Ok(Box::new(if self.tuning { runner.with_recorded_graphs()? } else { runner }))
     }
 
-    /// Times every kernel and GEMM alone, for `bench/gpu.sh`, and passes each result to `report` at once.
+    /// Times the kernels and GEMMs one by one (rope and embed together), for `bench/gpu.sh`, and passes each result to `report` at once.
     ///
     /// # Errors
     ///

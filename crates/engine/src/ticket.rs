@@ -37,7 +37,7 @@ pub enum WriteRefused {
     #[error("the ticket's reservation has ended")]
     SpentTicket,
     /// The block was written before, or the ticket does not name it. This refusal ends the reservation.
-    #[error("the ticket does not name this block, or it was written before")]
+    #[error("this block is not named by the ticket, or was written before")]
     NotMissing,
     /// The block does not have this worker's block size. This refusal ends the reservation.
     #[error("the block has another size than this worker's blocks")]

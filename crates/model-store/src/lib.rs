@@ -78,7 +78,7 @@ pub enum ModelStoreError {
     WrongCommit { model: ModelSource, got: String },
     #[error("the token of the hub would be sent unencrypted to {0}; set --hf-endpoint to an https:// address, or unset HF_TOKEN")]
     TokenInClear(String),
-    #[error("{0} is not in the store, and --offline forbids downloading it; run `tandem model fetch` first")]
+    #[error("{0} is not in the store, and --offline forbids downloading it; run `tandem model fetch '{0}'` first")]
     Offline(ModelSource),
     #[error(
         "{0} is not in the store, and this binary was built without the feature `model`, which downloads; \

@@ -97,8 +97,8 @@ fn unusable_traces_and_clusters_are_refused() {
             "smaller than a block of 512",
         ),
         (simulation(&timed, only_prefill), "no decode worker"),
-        (simulation(&timed, with(slow)), "longer than 10000 days"),
-        (Replay { speed: 1e-300, ..simulation(&steady(2, 1), mixed(1)) }, "longer than 10000 days"),
+        (simulation(&timed, with(slow)), "over 10000 days"),
+        (Replay { speed: 1e-300, ..simulation(&steady(2, 1), mixed(1)) }, "over 10000 days"),
         (simulation(&timed, SimulatedCluster { prefill: PrefillPlace::Remote, ..mixed(1) }), "set --prefill-workers"),
     ] {
         let error = run(&replayed).expect_err("it is refused").to_string();

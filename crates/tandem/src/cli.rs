@@ -190,7 +190,7 @@ pub enum AuditCommand {
         /// Id of a worker that was killed: its last counters and the last lines of its ledger are lost
         #[arg(long = "lost-worker", value_name = "ID")]
         lost_workers: Vec<String>,
-        /// A frontend was killed: its counters are lost, so that the sums over frontends may be lower than the answers, but not higher
+        /// A frontend was killed, and its counters are lost: the frontends' sums may then be lower than those of the clients' usage, but not higher
         #[arg(long)]
         lost_frontend: bool,
         /// Also write the result to this file, for --audit-result of a frontend

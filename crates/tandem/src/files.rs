@@ -32,8 +32,8 @@ pub(crate) fn within_limit(connections: Connections) -> Connections {
             max_connections = connections.all,
             lowered_to = lowered.all,
             per_address = lowered.per_address,
-            "this process may open fewer files than --max-connections and its own work need, so fewer connections are accepted; allow it {} \
-             files (ulimit -n, LimitNOFILE= of systemd, `ulimits` of a container), or set --max-connections to at most {}",
+            "the limit on open files is too low for --max-connections and the own work of the process, so fewer connections are accepted; allow \
+             {} files (ulimit -n, LimitNOFILE= of systemd, `ulimits` of a container), or set --max-connections to at most {}",
             u64::from(connections.all) + RESERVE,
             lowered.all
         );

@@ -7,7 +7,7 @@ use ureq::{
     tls::{Certificate, RootCerts, TlsConfig},
 };
 
-/// Time limit for a complete reply. Processes answer these requests without generating text.
+/// Time limit for a complete reply to a request for which no text is generated.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit for a connection. A server on another continent answers within a second.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

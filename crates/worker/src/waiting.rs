@@ -4,7 +4,8 @@ use crate::{Backend, Disconnected};
 use std::{pin::pin, time::Duration};
 use tokio::time::{Instant, timeout_at};
 
-/// The longest time between two reports that a request waits: a fraction of the time after which a frontend tries another worker.
+/// The longest time between two reports of a waiting request to its frontend while the back end makes progress. The frontend tries another
+/// worker after a multiple of this time.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Waits for `first`, the first event of a job of this back end. While the back end makes progress, calls `report` every few seconds, so that the

@@ -95,7 +95,7 @@ async fn chunks_claim_no_cached_tokens_before_they_are_reported() {
 }
 
 #[tokio::test]
-async fn all_samples_have_one_late_count() {
+async fn late_cached_tokens_of_a_prompt_are_counted_once_for_all_samples() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "n": 3 })));
     let call = cluster.call().await;

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn time_of_a_token_is_learned_despite_outliers_and_forgotten() {
+    fn load_time_per_token_is_learned_despite_outliers_and_follows_a_change() {
         let (mut times, now) = (LoadTimes::default(), Instant::now());
         // The estimate is 30 ms too low for each prompt; one prompt in four takes much longer.
         (0..20).for_each(|prompt| times.learn(&expected([160, 0, 0, 0], if prompt % 4 == 0 { 9_000 } else { 130 }), 10, now));

@@ -374,7 +374,7 @@ impl ClusterState {
         self.for_each_worker(id, |member| member.breaker.on_success());
     }
 
-    /// Records that the request failed because of `instance_id`, an instance on which it was placed.
+    /// Counts a fault at the circuit breaker of `instance_id`, on which the request was placed, if the reason suggests that the worker is broken.
     pub(crate) fn on_failure(&mut self, id: BookingId, instance_id: &str, reason: v1::FailureReason) {
         if !is_fault(reason) {
             return;

@@ -27,7 +27,7 @@ pub(super) struct Placer {
     by_model: BTreeMap<Arc<str>, ModelHistory>,
 }
 
-/// The placements of one model so far, and the lengths and durations of its answers.
+/// The number of placements of one model so far, and statistics of the lengths and durations of its answers.
 #[derive(Default)]
 struct ModelHistory {
     /// The number of placements decided so far.

@@ -89,8 +89,8 @@ impl PlacementDecision<'_> {
         PlacementError::Overloaded { retry_after: from_ms(wait_ms - max_ms) }
     }
 
-    /// Returns the choice with the lowest cost. `cost` computes the cost of each use from its estimated cost and its wait; `None`: this use
-    /// is not chosen.
+    /// Returns the cheapest choice. For each use of a worker (prefill, decode, both), `cost` computes the cost to compare from the estimated
+    /// cost and the wait, or returns `None` to exclude the use.
     fn cheapest(&self, by_use: &[WaitByUse], cost: impl Fn(Cost, f64) -> Option<Cost>) -> Option<RouteChoice> {
         let costs = self.costs.iter().zip(by_use).map(|(costs, wait)| CostsByUse {
             prefill: costs.prefill.and_then(|of_use| cost(of_use, wait.prefill)),

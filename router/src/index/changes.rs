@@ -29,7 +29,7 @@ pub(super) struct IndexWriter {
 /// The blocks that a row has cached, and the runs in which they are.
 #[derive(Default)]
 struct Row {
-    /// The place of each block that the row has cached ([`BlockPlace::value`]).
+    /// The place in the index of each block that the row's worker has cached ([`BlockPlace::value`]).
     blocks: HashTable,
     /// The runs of which the row has cached leading blocks ([`RunId::value`]).
     runs: HashTable,

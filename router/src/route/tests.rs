@@ -136,7 +136,7 @@ fn decode_worker_prefills_when_local_prefill_is_faster() {
 }
 
 #[test]
-fn settings_prompt_logits_or_length_determine_where_a_prompt_is_prefilled() {
+fn prefill_place_depends_on_setting_and_length_and_is_local_for_prompt_logits() {
     let workers = [decode(), prefill()];
     let busy = [Candidate { queued_tokens: 50_000, sequences: 100, ..decode() }, prefill()];
     let forced = |prefill, query: PlacementQuery| PlacementQuery { prefill, ..query };

@@ -236,7 +236,7 @@ fn echoed(context: &AnswerContext, tokens: &[TokenLogprobs]) -> Vec<TokenLogprob
     echoed
 }
 
-/// Returns the fields of generated tokens.
+/// Returns the ids of generated tokens as fields, which are absent unless the request asked for ids.
 fn tokens<'a>(context: &AnswerContext, token_ids: &'a [TokenId]) -> TokenFields<'a> {
     TokenFields { token_ids: context.token_ids.then_some(token_ids), ..TokenFields::default() }
 }

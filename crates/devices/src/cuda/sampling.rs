@@ -26,7 +26,7 @@ pub(super) struct SampleInputs {
     pub adjustments: Vec<u8>,
     /// Masks and lists of tokens, to which the settings have offsets.
     pub words: Vec<u32>,
-    /// The rows with a constraint. Their masks come first in `words`, but with all bits 0: they may still be computed, and are uploaded
+    /// The rows with a constraint. `words` begins with space for their masks, all bits 0: the masks may not be ready yet, and are uploaded
     /// shortly before the tokens are sampled.
     pub constrained: Vec<usize>,
     /// The offset of `words` in words, from the same address as the offsets of adjustments.

@@ -317,7 +317,7 @@ async fn client_authenticates_by_password() {
 }
 
 #[tokio::test]
-async fn rotated_password_is_read_from_its_file_when_etcd_refuses_the_last_one() {
+async fn password_is_read_again_from_its_file_when_etcd_refuses_the_old_one() {
     let server = Server::etcd(&[]);
     let mut client = admin(&server).await;
     client.user_add("root", "first", None).await.expect("etcd answers");

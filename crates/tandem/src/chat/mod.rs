@@ -213,7 +213,7 @@ impl ChatSession {
             self.messages.push(json!({ "role": "assistant", "content": text }));
         }
         if is_refused {
-            // If reasoning was printed, it is ended before the error is shown.
+            // On a terminal, the last line of printed reasoning is completed before the error is shown.
             let begun = format.filter(|_| summary.first.is_some());
             write(&begun.map_or_else(String::new, |mut format| format.end("")))?;
         } else {

@@ -28,7 +28,7 @@ use tandem_text::ServedModel;
 /// short delay of the reader does not pause the sequence. With logprobs they take a few hundred KiB.
 const MAX_BUFFERED_EVENTS: u32 = 1_024;
 
-/// A KV memory smaller than this causes a warning: many prompts of chats with a system prompt do not fit.
+/// A smaller `--kv-capacity-tokens` causes a warning: a single chat with a system prompt is often longer.
 const SMALL_CAPACITY_TOKENS: u32 = 2_048;
 
 #[derive(Clone)]

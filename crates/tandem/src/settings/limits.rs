@@ -18,9 +18,9 @@ pub struct LimitArgs {
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
     pub max_sequences_per_account: Option<u32>,
 
-    /// Longest time, in seconds, for which a request may wait in the queue: before its prefill begins, and for a place and memory on its decode worker; `off` or
-    /// 0 means no limit. A request that would wait longer, by the router's estimate, is refused at once with 503 and `Retry-After`; one that still waits
-    /// a second after the limit is refused then. The default is about as long as a reader waits for an answer that has not begun. Clients can set less
+    /// Longest wait of a request for its prefill, or for a place and memory on its decode worker, in seconds; `off` or 0 means no limit. If the router
+    /// expects a longer wait, the request is refused at once with 503 and `Retry-After`; if the wait turns out longer, the request is refused a second
+    /// after the limit, unless another worker can begin at once. The default is about as long as a reader waits for an answer that has not begun. Clients can set less
     /// with the header `x-max-wait`
     #[arg(long, env = "TANDEM_MAX_WAIT", value_name = "SECONDS", default_value = "10", value_parser = max_wait)]
     pub max_wait: f64,

@@ -31,8 +31,8 @@ pub struct TenantArgs {
     #[arg(long, env = "TANDEM_AUDIT_LOG", value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
 
-    /// Disk space for --audit-log FILE and its seven old files, FILE.1 (the latest) to FILE.7; the oldest is deleted. A longer
-    /// FILE of an earlier start is kept as an old file until then. The default holds the lines of about 3 million calls
+    /// Disk space for --audit-log FILE and its seven old files, FILE.1 (the latest) to FILE.7; the oldest is deleted. A FILE
+    /// that is already longer at the start is renamed like the others, and takes its space until it is the oldest. The default holds the lines of about 3 million calls
     #[arg(long, env = "TANDEM_AUDIT_LOG_MAX_BYTES", value_name = "BYTES", default_value_t = 1 << 30, value_parser = clap::value_parser!(u64).range(1 << 20..))]
     pub audit_log_max_bytes: u64,
 
@@ -60,7 +60,7 @@ pub struct TenantArgs {
     pub trusted_proxies: Vec<IpNet>,
 
     /// Which clients may use the headers x-tandem-details and x-tandem-explain, and open /dashboard on --listen. The default is trusted,
-    /// because the answers show which prompts are cached and where
+    /// because these headers and pages show which prompts are cached and where
     #[arg(long, env = "TANDEM_EXPOSE_DETAILS", value_enum, default_value_t)]
     pub expose_details: ExposeDetails,
 }

@@ -152,7 +152,7 @@ fn two(place: PrefillPlace) -> [Scenario; 2] {
 }
 
 #[test]
-fn load_of_a_peers_booking_includes_the_expected_answer_until_it_ends() {
+fn expected_answer_of_a_peers_booking_counts_as_load_until_the_release() {
     let [mut one, mut other] = two(PrefillPlace::Remote);
     let mut replica = Replica::open(&mut other.state);
     let (booking, placement) = one.place_hashes(101, hashes(1, 0, 6));

@@ -71,7 +71,7 @@ fn burst_of_equal_prompts_is_placed_on_one_worker_and_predicted_blocks_are_not_r
 }
 
 #[test]
-fn equal_prompt_of_one_request_is_placed_on_the_same_workers_while_they_are_eligible() {
+fn equal_prompts_of_one_request_share_workers_while_these_are_eligible() {
     let instance = |candidate: &Option<v1::Candidate>| Some(candidate.as_ref()?.worker.as_ref()?.instance_id.clone());
     for place in [PrefillPlace::Remote, PrefillPlace::Local] {
         let mut scenario = Scenario::with(settings(place), 4, 4);

@@ -163,7 +163,8 @@ impl<D: Device> Step<'_, D> {
         self.launch(Kernel::StoreKv, grid, arguments)
     }
 
-    /// Computes attention: prompts by tiles, single tokens by partitions. Tiles that several thread blocks share have partitions, too.
+    /// Computes attention. A prompt is split into tiles of tokens, the KV of a single token into partitions. If several thread blocks divide the
+    /// KV of a tile, their partial results are merged like those of partitions.
     pub(super) fn attend(&self, index: usize) -> Result<(), CudaError> {
         let (shape, buffers, lists) = (&self.model.shape, self.buffers, &self.lists);
         let (qkv, attended) = (buffers.qkv.address(), buffers.attended.address());

@@ -31,7 +31,7 @@ fn assert_moved(from: &Runner<Emulated>, to: &Runner<Emulated>) {
 }
 
 #[test]
-fn blocks_are_copied_from_the_memory_of_another_process_which_is_unmapped_on_drop() {
+fn blocks_are_copied_from_another_process_whose_memory_is_unmapped_on_drop() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
