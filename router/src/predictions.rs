@@ -104,6 +104,15 @@ impl Predictions {
         leading
     }
 
+    /// Returns how many leading blocks of the prompt are also blocks of a prompt that some worker will compute.
+    fn longest(&self, prompt: &[SequenceHash]) -> usize {
+        let mut start = 0;
+        while let Some(run) = prompt.get(start).and_then(|first| self.runs.get(first)) {
+            start += run.common(&prompt[start..]);
+        }
+        start
+    }
+
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         self.runs.is_empty()
@@ -158,10 +167,16 @@ impl UnreportedPrompts {
 
     /// Returns as [`Predictions::leading_blocks`] how many leading blocks of the prompt are blocks of a prompt in this set.
     pub(crate) fn leading_blocks(&self, prompt: &[SequenceHash], now: Instant) -> Vec<u32> {
-        match self.added.back() {
-            Some((at, ..)) if now <= *at + self.report_time => self.prompts.leading_blocks(prompt),
-            _ => Vec::new(),
-        }
+        if self.has_recent(now) { self.prompts.leading_blocks(prompt) } else { Vec::new() }
+    }
+
+    /// Returns how many leading blocks of the prompt are blocks of any prompt in this set.
+    pub(crate) fn longest(&self, prompt: &[SequenceHash], now: Instant) -> usize {
+        if self.has_recent(now) { self.prompts.longest(prompt) } else { 0 }
+    }
+
+    fn has_recent(&self, now: Instant) -> bool {
+        self.added.back().is_some_and(|(at, ..)| now <= *at + self.report_time)
     }
 }
 
@@ -262,6 +277,8 @@ mod tests {
                 }
                 for tokens in &asked {
                     let (asked, leading) = (prompt(tokens), predictions.leading_blocks(&prompt(tokens)));
+                    let longest = leading.iter().copied().max().unwrap_or(0);
+                    prop_assert_eq!(predictions.longest(&asked), longest as usize);
                     for worker in 0..5 {
                         let of_worker = naive.iter().filter(|(other, _)| *other == worker);
                         let common = |prompt: &[SequenceHash]| asked.iter().zip(prompt).take_while(|(one, other)| one == other).count();

@@ -45,7 +45,7 @@ impl ClusterMembers {
 
     /// Returns the largest number of leading blocks that the prompt has in common with prompts that were computed just now.
     pub(in crate::cluster) fn just_computed(&self, hashes: &[SequenceHash]) -> u32 {
-        self.just_computed.leading_blocks(hashes, self.now()).into_iter().max().unwrap_or(0)
+        self.just_computed.longest(hashes, self.now()) as u32
     }
 
     /// Returns the longest remembered prefix of the prompt that workers have removed; `None` if it is not longer than the first `cached`
