@@ -119,7 +119,8 @@ fn chars_of(text: &str) -> Vec<&str> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2_000))]
+    // More cases: PROPTEST_CASES=100000.
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(2_000), ..ProptestConfig::default() })]
 
     /// The deltas do not depend on the chunks. An answer without calls is given out whole.
     #[test]
