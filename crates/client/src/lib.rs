@@ -1,8 +1,10 @@
 //! An HTTP/1.1 client of one server, with TLS. It bounds the size of each answer, and of each event in a stream of server-sent events.
 
+mod events;
+
 use bytes::Bytes;
-use eventsource_stream::{EventStreamError, Eventsource};
-use futures::{Stream, StreamExt};
+use events::EventReader;
+use futures::{Stream, StreamExt, stream};
 use http_body_util::{BodyExt, BodyStream, Full, Limited};
 use hyper::{HeaderMap, Method, Request, Response, Uri, body::Incoming};
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
@@ -14,15 +16,7 @@ use rustls::{
     ClientConfig, RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
 };
-use std::{
-    error::Error,
-    future::ready,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::Duration,
-};
+use std::{error::Error, future::ready, sync::Arc, time::Duration};
 
 /// The time after which an idle connection is closed. Servers close idle connections later (uvicorn: after 5 s), so no request is sent on a
 /// connection that the server is closing.
@@ -165,20 +159,7 @@ pub fn events_of<B: AsRef<[u8]> + Send>(
     pieces: impl Stream<Item = Result<B, HttpError>> + Send,
     max: usize,
 ) -> impl Stream<Item = Result<String, HttpError>> + Send {
-    // The number of bytes that have arrived since the last event. The parser keeps them.
-    let kept = Arc::new(AtomicUsize::new(0));
-    let parsed = Arc::clone(&kept);
-    let pieces = pieces.map(move |piece| {
-        let arrived = piece.as_ref().map_or(0, |piece| piece.as_ref().len());
-        let is_too_long = kept.fetch_add(arrived, Ordering::Relaxed) + arrived > max;
-        if is_too_long { Err(HttpError::TooLong(max)) } else { piece }
-    });
-    pieces.eventsource().map(move |event| match event {
-        Ok(event) => {
-            parsed.store(0, Ordering::Relaxed);
-            Ok(event.data)
-        }
-        Err(EventStreamError::Transport(error)) => Err(error),
-        Err(error) => Err(HttpError::Event(error.to_string())),
-    })
+    let mut reader = EventReader::new(max);
+    let events = pieces.map(move |piece| piece.map_or_else(|error| vec![Err(error)], |piece| reader.read(piece.as_ref())));
+    events.flat_map(stream::iter)
 }
