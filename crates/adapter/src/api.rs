@@ -3,7 +3,7 @@
 use crate::http::HttpError;
 use futures::stream::BoxStream;
 use std::borrow::Cow;
-use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
+use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprob, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 use tandem_process::retry::error_chain;
 
@@ -69,6 +69,31 @@ pub(crate) struct AnswerChunk {
     pub counted: Option<u32>,
     /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<EngineUsage>,
+}
+
+/// The logprobs that a request asked for.
+#[derive(Default)]
+pub(crate) struct WantedLogprobs {
+    /// The number of alternatives; `None` if no logprobs were requested.
+    pub top: Option<u32>,
+    /// The tokens that are reported as alternatives. If the list is empty, the likeliest tokens are reported.
+    pub tokens: Vec<TokenId>,
+}
+
+impl WantedLogprobs {
+    pub fn of(sampling: &Sampling) -> Self {
+        Self { top: sampling.logprobs, tokens: sampling.logprob_token_ids.clone() }
+    }
+
+    /// Returns a token's logprob with the requested ones of its alternatives, which are ordered by likelihood.
+    pub fn choose(&self, logprob: f32, alternatives: &[TokenLogprob]) -> TokenLogprobs {
+        let requested = |token: &TokenId| alternatives.iter().find(|alternative| alternative.token == *token).copied();
+        let top = match self.tokens.is_empty() {
+            true => alternatives.iter().take(self.top.unwrap_or(0) as usize).copied().collect(),
+            false => self.tokens.iter().filter_map(requested).collect(),
+        };
+        TokenLogprobs { logprob, top }
+    }
 }
 
 /// The reason why an answer has ended.

@@ -2,14 +2,18 @@
 
 mod adapter;
 mod api;
+mod calls;
 mod engine_load;
 mod event;
 mod failure;
+mod grammar;
 mod http;
 mod job;
+pub mod kv_events;
 pub mod llama_cpp;
 mod mirror;
 mod salt;
+mod served;
 mod server;
 mod settings;
 mod shared;

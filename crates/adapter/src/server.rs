@@ -251,8 +251,9 @@ mod tests {
         ServerSettings,
         engine_load::LoadShare,
         http::testing::serve,
+        kv_events::KvEvents,
         llama_cpp::LlamaCppSettings,
-        vllm::{KvEvents, VllmSettings},
+        vllm::VllmSettings,
     };
     use parking_lot::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};

@@ -11,7 +11,8 @@ use anyhow::{Context, Result};
 use std::time::Duration;
 use tandem_adapter::{
     Adapter, EngineEnded,
-    vllm::{KvEvents, VllmSettings, connect},
+    kv_events::KvEvents,
+    vllm::{VllmSettings, connect},
 };
 use tandem_engine::{CachedTokens, Event, FinishReason, Generate, KvSource, Sampling};
 use tandem_kv::{HashKey, Namespace, Priority, TokenId};

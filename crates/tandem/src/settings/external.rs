@@ -5,8 +5,9 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
 use tandem_adapter::{
+    kv_events::{KvEvents, SharedStore},
     llama_cpp::LlamaCppSettings,
-    vllm::{KvEvents, SharedStore, VllmSettings},
+    vllm::VllmSettings,
 };
 use tandem_kv::HashKey;
 use tandem_process::Secret;
