@@ -169,6 +169,7 @@ fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {
         repetition_penalty: wire.repetition_penalty,
         logit_bias: wire.logit_bias,
         seed: wire.seed,
+        seed_is_given: wire.seed_is_given,
         stop_token_ids: wire.stop_token_ids,
         logprobs: wire.logprobs,
         allowed_token_ids: wire.allowed_token_ids.into(),

@@ -51,6 +51,8 @@ pub struct Sampling {
     pub logit_bias: HashMap<TokenId, f32>,
     /// The seed of the random numbers. The random number for each token depends on the seed and on the token's position.
     pub seed: u64,
+    /// Whether the client has chosen the seed, so that an equal request must get the same answer.
+    pub seed_is_given: bool,
     /// The tokens that end the sample.
     pub stop_token_ids: Vec<TokenId>,
     /// If set, the logprobs of each sampled token and of this many alternatives are returned.
@@ -106,6 +108,7 @@ impl Default for Sampling {
             repetition_penalty: 1.0,
             logit_bias: HashMap::new(),
             seed: 0,
+            seed_is_given: false,
             stop_token_ids: Vec::new(),
             logprobs: None,
             constraint: None,
