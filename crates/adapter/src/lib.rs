@@ -16,6 +16,7 @@ mod salt;
 mod served;
 mod server;
 mod settings;
+pub mod sglang;
 mod shared;
 mod slots;
 pub mod vllm;

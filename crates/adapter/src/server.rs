@@ -51,6 +51,23 @@ pub enum ConnectError {
     /// The server does not report its number of slots.
     #[error("the engine's /props lacks total_slots or default_generation_settings.n_ctx; use llama.cpp's server with one model")]
     NoSlots,
+    /// The server does not report the sizes of its KV memory.
+    #[error("the engine's /server_info has no page_size or no max_total_num_tokens; use SGLang 0.5.23 or later")]
+    NoKvSizes,
+    /// The server has no such data-parallel rank.
+    #[error("the engine has {ranks} data-parallel ranks, counted from 0, so there is no rank {rank}; change --engine-rank")]
+    NoRank {
+        /// The rank in the settings.
+        rank: u32,
+        /// The number of ranks that the server has.
+        ranks: u32,
+    },
+    /// The server computes only one half of each request.
+    #[error("the engine runs with --disaggregation-mode {mode}; start it without, because Tandem uses only whole SGLang servers")]
+    Disaggregated {
+        /// The half that the server computes: `prefill` or `decode`.
+        mode: String,
+    },
     /// The server serves no model.
     #[error("the engine serves no model; start it with one")]
     NoModel,
@@ -248,12 +265,8 @@ async fn check_health(
 mod tests {
     use super::*;
     use crate::{
-        ServerSettings,
-        engine_load::LoadShare,
-        http::testing::serve,
-        kv_events::KvEvents,
-        llama_cpp::LlamaCppSettings,
-        vllm::VllmSettings,
+        ServerSettings, engine_load::LoadShare, http::testing::serve, kv_events::KvEvents, llama_cpp::LlamaCppSettings,
+        sglang::SglangSettings, vllm::VllmSettings,
     };
     use parking_lot::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -269,8 +282,8 @@ mod tests {
         }
     }
 
-    /// Returns the settings for a server at this URL of either kind.
-    fn of_both_kinds(url: &str) -> [ServerSettings; 2] {
+    /// Returns the settings for a server at this URL of each kind.
+    fn of_all_kinds(url: &str) -> [ServerSettings; 3] {
         let vllm = VllmSettings {
             url: url.to_owned(),
             key: None,
@@ -296,7 +309,20 @@ mod tests {
             prefix_caching: false,
             silence_max: Duration::from_secs(60),
         };
-        [ServerSettings::Vllm(vllm), ServerSettings::LlamaCpp(llama_cpp)]
+        let sglang = SglangSettings {
+            url: url.to_owned(),
+            key: None,
+            ca: None,
+            rank: None,
+            events: KvEvents::None,
+            block_size: None,
+            hash_key: HashKey::NONE,
+            running_max: 1,
+            waiting_max: 1,
+            shared_store: None,
+            silence_max: Duration::from_secs(60),
+        };
+        [ServerSettings::Vllm(vllm), ServerSettings::LlamaCpp(llama_cpp), ServerSettings::Sglang(sglang)]
     }
 
     #[tokio::test]
@@ -311,7 +337,7 @@ mod tests {
             (if *seen == ["/health"] { 503 } else { 200 }, body.len(), body)
         })
         .await;
-        for settings in of_both_kinds(&url) {
+        for settings in of_all_kinds(&url) {
             paths.lock().clear();
             settings.inspect().await.expect_err("the server reports no KV cache");
             assert_eq!(paths.lock()[..3], ["/health", "/health", "/v1/models"]);

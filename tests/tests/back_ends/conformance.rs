@@ -1,9 +1,15 @@
-//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM server and with a llama.cpp
-//! server.
+//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM, a SGLang and a
+//! llama.cpp server.
 
-use super::*;
+use super::{
+    sglang::{Sglang, sglang},
+    *,
+};
 use std::any::Any;
-use tandem_adapter::llama_cpp::{self, LlamaCppSettings};
+use tandem_adapter::{
+    llama_cpp::{self, LlamaCppSettings},
+    sglang::SglangSettings,
+};
 use tandem_devices::sim::{SimEngine, SimSettings};
 use tandem_engine::{EngineHandle, EngineSettings, Generated, Prefill, Refusal};
 use tandem_kv::{BlockAccess, Change, Load, sequence_hashes};
@@ -16,6 +22,7 @@ use tandem_proto::{
 };
 use tandem_tests::{
     fake_llama_cpp::{FakeLlamaCpp, LlamaCppFake},
+    fake_sglang::SglangFake,
     services::{Services, engine_settings, worker_settings},
 };
 use tandem_worker::KvExchange;
@@ -50,7 +57,7 @@ const SLOW: Setup = Setup { step: Duration::from_millis(5), ..FAST };
 impl BackEnd {
     /// Returns one back end of each kind.
     async fn all(setup: Setup) -> Result<Vec<Self>> {
-        Ok(vec![Self::own(setup), Self::vllm(setup).await?, Self::llama_cpp(setup).await?])
+        Ok(vec![Self::own(setup), Self::vllm(setup).await?, Self::sglang(setup).await?, Self::llama_cpp(setup).await?])
     }
 
     fn own(Setup { running_max, waiting_max, step }: Setup) -> Self {
@@ -74,6 +81,19 @@ impl BackEnd {
         let External { fake, adapter, follower } = external(fake, limits).await?;
         Ok(Self {
             name: "vLLM",
+            kind: Kind::External(adapter),
+            reusable: |len| (len - 1) / 32 * 32,
+            _server: Box::new((fake, follower)),
+        })
+    }
+
+    async fn sglang(Setup { running_max, waiting_max, step }: Setup) -> Result<Self> {
+        let limits = |settings: &mut SglangSettings| {
+            (settings.running_max, settings.waiting_max) = (running_max as usize, waiting_max as usize);
+        };
+        let Sglang { fake, adapter, follower } = sglang(SglangFake { step, ..SglangFake::default() }, limits).await?;
+        Ok(Self {
+            name: "SGLang",
             kind: Kind::External(adapter),
             reusable: |len| (len - 1) / 32 * 32,
             _server: Box::new((fake, follower)),

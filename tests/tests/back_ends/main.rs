@@ -1,11 +1,12 @@
 //! Tests of the back ends of workers. `conformance` tests the behaviour that all of them share; the other modules test properties of
-//! external engines. The adapter is tested with fake vLLM and llama.cpp servers, over real sockets.
+//! external engines. The adapter is tested with fake vLLM, SGLang and llama.cpp servers, over real sockets.
 
 mod cluster;
 mod conformance;
 mod exchange;
 mod jobs;
 mod llama_cpp;
+mod sglang;
 
 use anyhow::{Context, Result};
 use std::time::Duration;
