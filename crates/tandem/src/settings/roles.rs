@@ -37,7 +37,7 @@ pub struct UpSettings {
     #[arg(
         long,
         env = "TANDEM_PREFILL_ENGINE_URL",
-        help_heading = "External engine (--engine vllm, llama-cpp)",
+        help_heading = "External engine (--engine vllm, sglang, llama-cpp)",
         value_name = "URLS",
         value_delimiter = ','
     )]
@@ -46,7 +46,7 @@ pub struct UpSettings {
 
     /// Without --model, use the tokenizer and chat template of the Hugging Face repository that a server of another machine names. A server of
     /// this machine is always trusted. A server of another machine never chooses a file of this one
-    #[arg(long, env = "TANDEM_TRUST_ENGINE_MODEL", help_heading = "External engine (--engine vllm, llama-cpp)")]
+    #[arg(long, env = "TANDEM_TRUST_ENGINE_MODEL", help_heading = "External engine (--engine vllm, sglang, llama-cpp)")]
     pub trust_engine_model: bool,
 
     #[command(flatten)]
