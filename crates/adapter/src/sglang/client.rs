@@ -2,7 +2,7 @@
 
 use super::{
     info::ServerInfo,
-    request::{self, BodySettings, GenerateBody},
+    request::{self, SglangBody, SglangOptions},
     response::{self, ChunkReader},
 };
 use crate::{
@@ -22,17 +22,17 @@ use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 
 pub(super) struct SglangClient {
     http: EngineHttp,
-    settings: BodySettings,
+    settings: SglangOptions,
 }
 
 impl SglangClient {
-    pub fn new(http: EngineHttp, settings: BodySettings) -> Self {
+    pub fn new(http: EngineHttp, settings: SglangOptions) -> Self {
         Self { http, settings }
     }
 }
 
 /// Sends a request. Returns when the head of the answer has arrived; the caller reads the body.
-async fn send(http: &EngineHttp, body: &GenerateBody) -> Result<Response<Incoming>, EngineFailure> {
+async fn send(http: &EngineHttp, body: &SglangBody) -> Result<Response<Incoming>, EngineFailure> {
     let json = serde_json::to_vec(body).expect("a request body can be serialized");
     let answer = http.send(Method::POST, "/generate", &[], Some(json)).await?;
     if answer.status().is_success() { Ok(answer) } else { Err(failure::read(answer).await) }
@@ -62,7 +62,7 @@ impl Api for SglangClient {
         sampling: &Sampling,
         _: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<AnswerChunk, EngineFailure>>, EngineFailure> {
-        let body = GenerateBody::new(call, sampling, &self.settings);
+        let body = SglangBody::new(call, sampling, &self.settings);
         let answer = AnswerStream {
             events: http::events(send(&self.http, &body).await?).boxed(),
             http: self.http.clone(),
@@ -81,7 +81,7 @@ impl Api for SglangClient {
     }
 
     async fn prompt_logprobs(&self, call: &EngineCall, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
-        let body = GenerateBody::prompt_logprobs(call, top, &self.settings);
+        let body = SglangBody::prompt_logprobs(call, top, &self.settings);
         let answer = response::answer(&http::whole(send(&self.http, &body).await?, PROMPT_LOGPROBS_MAX).await?)?;
         response::prompt_logprobs(&answer, &call.tokens, top)
     }
@@ -97,7 +97,7 @@ impl Api for SglangClient {
 struct AnswerStream {
     http: EngineHttp,
     /// The request. The generated tokens are appended to its tokens.
-    body: GenerateBody,
+    body: SglangBody,
     events: BoxStream<'static, Result<String, HttpError>>,
     reader: ChunkReader,
     is_constrained: bool,

@@ -3,7 +3,7 @@
 use super::{
     client::SglangClient,
     info::{self, KvSizes, ServerInfo},
-    request::BodySettings,
+    request::SglangOptions,
 };
 use crate::{
     http::EngineHttp,
@@ -58,19 +58,53 @@ impl SglangSettings {
     }
 }
 
-struct Described {
+struct DescribedSglang {
     served: ServedModels,
     info: ServerInfo,
     sizes: KvSizes,
     vocab_size: Option<usize>,
 }
 
-impl Described {
+impl DescribedSglang {
     fn model(&self) -> ModelDescription {
         let ServedModels { id, context_length, .. } = &self.served;
         // The server refuses prompts of this length, although the context would have room for an answer.
         let context_length = self.info.max_req_input_len.map_or(*context_length, |prompt_max| prompt_max.min(*context_length));
         ModelDescription { id: id.clone(), root: self.info.root(), context_length }
+    }
+
+    /// Logs the server, and what its operator can improve. `kv_events` is the endpoint of its KV events.
+    fn log(&self, url: &str, kv_events: Option<&str>) {
+        let Self { served, info, sizes, vocab_size } = self;
+        tracing::info!(
+            engine = url,
+            version = info.version.as_deref().unwrap_or("unknown"),
+            model = served.id,
+            loras = ?served.loras,
+            block_size = sizes.block,
+            capacity_tokens = sizes.capacity,
+            kv_events = kv_events.unwrap_or("none"),
+            "connected to a SGLang engine"
+        );
+        if vocab_size.is_none() {
+            tracing::warn!(
+                engine = url,
+                "the engine does not say how many tokens it has; a prompt with an unknown token would end it"
+            );
+        }
+        if kv_events.is_none() && !info.disable_radix_cache {
+            tracing::warn!(
+                engine = url,
+                "the engine publishes no KV events, so its cache is assumed from the prompts routed to it; start SGLang with \
+                 --kv-events-config '{{\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}'"
+            );
+        }
+        if !info.incremental_streaming_output {
+            tracing::warn!(
+                engine = url,
+                "the engine repeats all tokens of an answer with each new token; start SGLang with --incremental-streaming-output"
+            );
+        }
     }
 }
 
@@ -96,7 +130,7 @@ pub async fn connect(settings: SglangSettings) -> Result<Connected, ConnectError
     let http = http(&settings)?;
     let described = describe(&http, settings.rank).await?;
     let model = described.model();
-    let Described { served: ServedModels { loras, .. }, info, sizes, vocab_size } = described;
+    let (info, sizes) = (&described.info, described.sizes);
     let SglangSettings { url, rank, hash_key, waiting_max, silence_max, .. } = settings;
     let of_rank = rank.unwrap_or(0);
     let block_size = settings.block_size.unwrap_or(sizes.block);
@@ -120,59 +154,40 @@ pub async fn connect(settings: SglangSettings) -> Result<Connected, ConnectError
     let (endpoint, subscription) = subscription.unzip();
     let approximate = subscription.is_none() && !info.disable_radix_cache;
     let context_length = model.context_length;
-    let vocab_size = vocab_size.unwrap_or(usize::MAX);
+    let vocab_size = described.vocab_size.unwrap_or(usize::MAX);
     let engine = EngineInfo { vocab_size, context_length, block_size, capacity_blocks, block_bytes: 0 };
     let running = info.running_max(of_rank).map_or(settings.running_max, |of_server| of_server.min(settings.running_max).max(1));
     let limits = SlotLimits { running, blocks: capacity_blocks.into(), waiting: waiting_max };
     let mut shared = AdapterState::new(engine, Slots::new(limits), mirror, approximate);
     shared.shared_store = settings.shared_store.map(|store| store.name).unwrap_or_default();
     let shared = Arc::new(shared);
-    tracing::info!(
-        engine = %url,
-        version = info.version.as_deref().unwrap_or("unknown"),
-        model = model.id,
-        ?loras,
-        engine_block_size = sizes.block,
-        capacity_tokens = sizes.capacity,
-        block_size,
-        running_max = running,
-        kv_events = endpoint.as_deref().unwrap_or("none"),
-        "connected to a SGLang engine"
-    );
-    if vocab_size == usize::MAX {
-        tracing::warn!(engine = %url, "the engine does not say how many tokens it has; a prompt with an unknown token would end it");
-    }
-    if approximate {
-        tracing::warn!(
-            engine = %url,
-            "the engine publishes no KV events, so its cache is assumed from the prompts routed to it; start SGLang with --kv-events-config \
-             '{{\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}'"
-        );
-    }
-    if !info.incremental_streaming_output {
-        tracing::warn!(
-            engine = %url,
-            "the engine repeats all tokens of an answer with each new token; start SGLang with --incremental-streaming-output"
-        );
-    }
+    described.log(&url, endpoint.as_deref());
     let (uses_seeds, finds_reasoning) = (info.enable_deterministic_inference, info.reasoning_parser.is_some());
     let connection = RandomState::new().hash_one(&url);
-    let body = BodySettings { connection, rank, hash_key, loras: loras.clone(), context_length, uses_seeds, finds_reasoning };
+    let body = SglangOptions {
+        connection,
+        rank,
+        hash_key,
+        loras: described.served.loras.clone(),
+        context_length,
+        uses_seeds,
+        finds_reasoning,
+    };
     let events = kv_events::follow(Arc::clone(&shared), subscription).boxed();
     let engine = ConnectedEngine { shared, family: None, instance: info.instance(), silence_max, events };
-    Ok(Connected::new(Arc::new(SglangClient::new(http, body)), engine, model, loras))
+    Ok(Connected::new(Arc::new(SglangClient::new(http, body)), engine, model, described.served.loras))
 }
 
 fn http(settings: &SglangSettings) -> Result<EngineHttp, ConnectError> {
     Ok(EngineHttp::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?)
 }
 
-async fn describe(http: &EngineHttp, rank: Option<u32>) -> Result<Described, ConnectError> {
+async fn describe(http: &EngineHttp, rank: Option<u32>) -> Result<DescribedSglang, ConnectError> {
     let describe = || async { Ok((served::models(http).await?, ServerInfo::read(http).await?, info::vocab_size(http).await?)) };
     let (served, info, vocab_size) = server::wait_until(http, describe).await?;
     let (sizes, ranks) = (info.kv_sizes()?, info.ranks());
     if let Some(rank) = rank.filter(|rank| *rank >= ranks) {
         return Err(ConnectError::NoRank { rank, ranks });
     }
-    Ok(Described { served: served.ok_or(ConnectError::NoModel)?, info, sizes, vocab_size })
+    Ok(DescribedSglang { served: served.ok_or(ConnectError::NoModel)?, info, sizes, vocab_size })
 }

@@ -12,7 +12,7 @@ const SEED_MASK: u64 = i64::MAX as u64;
 
 /// The inputs of a request besides its prompt and its sampling parameters, and what the server can do.
 #[derive(Clone, Debug)]
-pub(super) struct BodySettings {
+pub(super) struct SglangOptions {
     /// A random number that distinguishes the ids of this connection's requests from those of others.
     pub connection: u64,
     /// The data-parallel rank that requests name; `None` if the server has one rank.
@@ -28,10 +28,10 @@ pub(super) struct BodySettings {
 }
 
 #[derive(Debug, Serialize)]
-pub(super) struct GenerateBody {
+pub(super) struct SglangBody {
     rid: String,
     pub input_ids: Vec<TokenId>,
-    sampling_params: SamplingParams,
+    sampling_params: SglangSampling,
     cache_salt: String,
     stream: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -56,7 +56,7 @@ struct LogprobRequest {
 
 /// SGLang's sampling parameters. It refuses requests with other fields.
 #[derive(Debug, Serialize)]
-struct SamplingParams {
+struct SglangSampling {
     max_new_tokens: u32,
     min_new_tokens: u32,
     temperature: f32,
@@ -92,7 +92,7 @@ enum EngineConstraint {
 ///
 /// # Errors
 /// Fails if the server does not support one of them. The text says what to do.
-pub(super) fn check(sampling: &Sampling, settings: &BodySettings) -> Result<(), &'static str> {
+pub(super) fn check(sampling: &Sampling, settings: &SglangOptions) -> Result<(), &'static str> {
     let is_drawn = sampling.temperature > 0.0 && sampling.top_k != 1;
     match sampling {
         _ if sampling.seed_is_given && is_drawn && !settings.uses_seeds => Err(
@@ -122,9 +122,9 @@ fn engine_constraint(kind: &Kind) -> Result<EngineConstraint, &'static str> {
     })
 }
 
-impl GenerateBody {
+impl SglangBody {
     /// Returns a request that streams an answer.
-    pub fn new(call: &EngineCall, sampling: &Sampling, settings: &BodySettings) -> Self {
+    pub fn new(call: &EngineCall, sampling: &Sampling, settings: &SglangOptions) -> Self {
         let room = settings.context_length.saturating_sub(u32::try_from(call.tokens.len()).unwrap_or(u32::MAX)).max(1);
         let max_new_tokens = sampling.max_tokens.unwrap_or(u32::MAX).min(room);
         let constraint = sampling.constraint.as_ref().and_then(|constraint| engine_constraint(&constraint.kind).ok());
@@ -145,7 +145,7 @@ impl GenerateBody {
                 top_logprobs_num: top,
                 token_ids_logprob: (!sampling.logprob_token_ids.is_empty()).then(|| sampling.logprob_token_ids.clone()),
             }),
-            sampling_params: SamplingParams {
+            sampling_params: SglangSampling {
                 max_new_tokens,
                 // SGLang excludes the model's end-of-sequence tokens up to this number of tokens, also if they do not end the answer.
                 min_new_tokens: if ignore_eos { 0 } else { sampling.min_tokens.min(max_new_tokens) },
@@ -166,7 +166,7 @@ impl GenerateBody {
     }
 
     /// Returns a request for the logprobs of the prompt's tokens, each with `top` alternatives. It generates no token.
-    pub fn prompt_logprobs(call: &EngineCall, top: u32, settings: &BodySettings) -> Self {
+    pub fn prompt_logprobs(call: &EngineCall, top: u32, settings: &SglangOptions) -> Self {
         let sampling = Sampling { temperature: 0.0, logprobs: Some(top), ..Sampling::default() };
         let mut body = Self::new(call, &sampling, settings);
         (body.stream, body.sampling_params.max_new_tokens) = (false, 0);
@@ -187,7 +187,7 @@ impl GenerateBody {
     }
 }
 
-impl BodySettings {
+impl SglangOptions {
     /// Returns the id of a request in the server. The server refuses an id that is in use, and aborts all requests whose ids begin with the given
     /// one. So an id has its length before its text: then no id is the beginning of another.
     pub fn rid(&self, request_id: &str) -> String {
@@ -202,8 +202,8 @@ mod tests {
     use tandem_engine::BadWord;
     use tandem_kv::Namespace;
 
-    fn settings() -> BodySettings {
-        BodySettings {
+    fn settings() -> SglangOptions {
+        SglangOptions {
             connection: 0xab,
             rank: None,
             hash_key: HashKey::NONE,
@@ -218,8 +218,8 @@ mod tests {
         EngineCall { request_id: "r-1".to_owned(), namespace: Namespace::new("m", "", "", "tenant"), tokens: vec![1, 5] }
     }
 
-    fn body(sampling: &Sampling, settings: &BodySettings) -> Value {
-        serde_json::to_value(GenerateBody::new(&call(), sampling, settings)).expect("a body is plain data")
+    fn body(sampling: &Sampling, settings: &SglangOptions) -> Value {
+        serde_json::to_value(SglangBody::new(&call(), sampling, settings)).expect("a body is plain data")
     }
 
     #[test]
@@ -242,7 +242,7 @@ mod tests {
             constraint: Some(Kind::Regex("a+".to_owned()).into()),
             ..Sampling::default()
         };
-        let settings = BodySettings { rank: Some(1), loras: vec!["m".to_owned()], uses_seeds: true, ..settings() };
+        let settings = SglangOptions { rank: Some(1), loras: vec!["m".to_owned()], uses_seeds: true, ..settings() };
         assert_eq!(
             body(&sampling, &settings),
             json!({
@@ -275,7 +275,7 @@ mod tests {
 
     #[test]
     fn prompt_logprobs_are_requested_without_generating() {
-        let body = serde_json::to_value(GenerateBody::prompt_logprobs(&call(), 2, &settings())).expect("a body is plain data");
+        let body = serde_json::to_value(SglangBody::prompt_logprobs(&call(), 2, &settings())).expect("a body is plain data");
         assert_eq!((&body["stream"], &body["sampling_params"]["max_new_tokens"]), (&json!(false), &json!(0)));
         assert_eq!(
             (&body["return_logprob"], &body["logprob_start_len"], &body["top_logprobs_num"]),
@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn resumed_request_ignores_end_of_sequence_and_has_the_rest_of_the_tokens() {
         let sampling = Sampling { max_tokens: Some(5), stop_token_ids: vec![2], logprobs: Some(0), ..Sampling::default() };
-        let mut request = GenerateBody::new(&call(), &sampling, &settings());
+        let mut request = SglangBody::new(&call(), &sampling, &settings());
         request.input_ids.extend([7, 8, 9]);
         assert!(request.resume(3));
         let sent = serde_json::to_value(&request).expect("a body is plain data");
@@ -325,7 +325,7 @@ mod tests {
         let late = Constraint { kind: Kind::JsonObject, begins_after: Some("</think>".to_owned()) };
         let sampling = Sampling { constraint: Some(late), ..Sampling::default() };
         assert!(check(&sampling, &settings()).is_err_and(|why| why.contains("--reasoning-parser")));
-        let settings = BodySettings { finds_reasoning: true, ..settings() };
+        let settings = SglangOptions { finds_reasoning: true, ..settings() };
         check(&sampling, &settings).expect("the server finds the end");
         assert_eq!(body(&sampling, &settings)["require_reasoning"], true);
     }
@@ -341,7 +341,7 @@ mod tests {
         ] {
             assert!(check(&sampling, &settings()).is_err_and(|why| why.contains(name)), "{name}");
         }
-        check(&seeded, &BodySettings { uses_seeds: true, ..settings() }).expect("the server uses seeds");
+        check(&seeded, &SglangOptions { uses_seeds: true, ..settings() }).expect("the server uses seeds");
         for greedy in [Sampling { temperature: 0.0, ..seeded.clone() }, Sampling { top_k: 1, ..seeded }] {
             check(&greedy, &settings()).expect("the answer does not depend on the seed");
         }

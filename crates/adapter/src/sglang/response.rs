@@ -10,20 +10,20 @@ use tandem_kv::TokenId;
 
 /// An answer, or one event of a streamed answer.
 #[derive(Deserialize)]
-pub(super) struct GenerateAnswer {
+pub(super) struct SglangAnswer {
     #[serde(default)]
     output_ids: Vec<TokenId>,
     #[serde(default)]
     meta_info: MetaInfo,
     /// `None` if the request did not fail. An answer with an error has no other field.
-    error: Option<RequestError>,
+    error: Option<SglangError>,
 }
 
 /// What the server reports about a request. The lists belong to `output_ids`, or to the prompt.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct MetaInfo {
-    finish_reason: Option<FinishReason>,
+    finish_reason: Option<SglangFinish>,
     /// The number of tokens that were generated so far.
     completion_tokens: Option<usize>,
     cached_tokens: Option<u32>,
@@ -38,7 +38,7 @@ struct MetaInfo {
 type RankedToken = (Option<f32>, TokenId, IgnoredAny);
 
 #[derive(Deserialize)]
-struct FinishReason {
+struct SglangFinish {
     #[serde(rename = "type")]
     kind: String,
     message: Option<String>,
@@ -47,7 +47,7 @@ struct FinishReason {
 }
 
 #[derive(Deserialize)]
-struct RequestError {
+struct SglangError {
     message: String,
     code: Option<u16>,
 }
@@ -60,10 +60,10 @@ fn missing(what: &str) -> EngineFailure {
 ///
 /// # Errors
 /// Fails if the JSON is not an answer, or reports an error.
-pub(super) fn answer(json: &[u8]) -> Result<GenerateAnswer, EngineFailure> {
-    let answer: GenerateAnswer = calls::json(json)?;
+pub(super) fn answer(json: &[u8]) -> Result<SglangAnswer, EngineFailure> {
+    let answer: SglangAnswer = calls::json(json)?;
     match answer.error {
-        Some(RequestError { message, code }) => Err(failure::of_status(code.unwrap_or(500), failure::shortened(&message))),
+        Some(SglangError { message, code }) => Err(failure::of_status(code.unwrap_or(500), failure::shortened(&message))),
         None => Ok(answer),
     }
 }
@@ -96,13 +96,13 @@ impl ChunkReader {
         self.stop_token_ids.contains(&token)
     }
 
-    /// Decodes one event. An answer ends at the first stop token, even if the server has gone on.
+    /// Decodes one event. An answer ends at the first stop token, even if the server has continued.
     ///
     /// # Errors
     /// Fails if the JSON is not an answer, reports an error, or lacks tokens or logprobs.
     pub fn chunk(&mut self, json: &[u8]) -> Result<AnswerChunk, EngineFailure> {
-        let GenerateAnswer { output_ids, meta_info: meta, .. } = answer(json)?;
-        let mut finish = meta.finish_reason.as_ref().map(FinishReason::finish).transpose()?;
+        let SglangAnswer { output_ids, meta_info: meta, .. } = answer(json)?;
+        let mut finish = meta.finish_reason.as_ref().map(SglangFinish::finish).transpose()?;
         let grown = meta.completion_tokens.and_then(|now| now.checked_sub(self.generated));
         // A request that is aborted before its first token may count one.
         let new = if output_ids.is_empty() { 0 } else { grown.ok_or_else(|| missing("valid completion_tokens"))? };
@@ -149,7 +149,7 @@ fn logprobs(
     Some(wanted.choose((*logprob)?, &alternatives))
 }
 
-impl FinishReason {
+impl SglangFinish {
     fn finish(&self) -> Result<Finish, EngineFailure> {
         match (&*self.kind, self.status_code) {
             ("stop", _) => Ok(Finish::Stop),
@@ -168,7 +168,7 @@ impl FinishReason {
 /// # Errors
 /// Fails if the answer lacks the logprobs of a token, or has those of another prompt.
 pub(super) fn prompt_logprobs(
-    answer: &GenerateAnswer,
+    answer: &SglangAnswer,
     prompt: &[TokenId],
     top: u32,
 ) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {

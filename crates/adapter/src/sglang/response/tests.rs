@@ -69,7 +69,7 @@ fn aborted_requests_end_with_the_tokens_that_they_have() {
 }
 
 #[test]
-fn answer_ends_at_a_stop_token_even_if_the_server_goes_on() {
+fn answer_ends_at_a_stop_token_even_if_the_server_continues() {
     let chunk = reader(None, &[]).chunk(&event(&[1, 30, 2], 3, &Value::Null)).expect("the event is valid");
     assert_eq!((ids(&chunk), chunk.finish, chunk.usage.is_some()), (vec![1, 30], Some(Finish::Stop), true));
 }
