@@ -39,7 +39,7 @@ class Process:
         with open(self.log, "ab") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(command, **streams, env=environment, start_new_session=True, preexec_fn=limits)
-        # ci/vllm.sh ends the groups named here if this program cannot.
+        # The shell script ends the groups named here if this program cannot.
         self.group.write_text(f"{self.process.pid}\n")
 
     def kill(self):
@@ -106,7 +106,7 @@ class Tandem:
         urls = ["--engine-url", ",".join(engine.url for engine in engines)]
         if prefill:
             urls += ["--prefill-engine-url", ",".join(engine.url for engine in prefill), "--engine-kv-lease", LEASE_SECONDS]
-        self.start(name, "up", "--engine", "vllm", "--listen", listen, *urls, *CONCURRENT, *PATIENT, *self.ledger(name), *flags)
+        self.start(name, "up", "--engine", engines[0].kind, "--listen", listen, *urls, *CONCURRENT, *PATIENT, *self.ledger(name), *flags)
         client = Client(listen)
         self.ready(client, name)
         workers = len(engines) + len(prefill)
