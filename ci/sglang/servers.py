@@ -51,6 +51,8 @@ class Server(Engine):
         temporary = self.run / "tmp"
         temporary.mkdir(exist_ok=True)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "MC_", "TANDEM_", "PYTHONPATH"))}
+        # Each process would import all of SGLang's model files, which takes longer than all the rest of its start.
+        models = {path.stem for path in self.folder.glob("venv/lib/python*/site-packages/sglang/srt/models/*.py")} - {"llama"}
         libraries = [str(self.folder / "stubs"), inherited.get("LD_LIBRARY_PATH", "")]
         return inherited | {
             "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
@@ -61,6 +63,7 @@ class Server(Engine):
             "TRANSFORMERS_OFFLINE": "1",
             "DO_NOT_TRACK": "1",
             "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(models)),
             "SGLANG_LOCAL_IP_NIC": "lo",
             "SGLANG_HOST_IP": "127.0.0.1",
             "HOST_IP": "127.0.0.1",
