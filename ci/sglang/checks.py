@@ -5,8 +5,6 @@
 What a scenario checks is in the docstring of its function. The helpers are those of the scenarios for vLLM (ci/vllm).
 """
 
-import json
-import secrets
 import signal
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from cluster import Tandem
 from engines import EngineFailed, Engines
 from run import Stage
 from scenarios import reconcile, routing
-from scenarios.faults import Faults, story
+from scenarios.faults import story
 from servers import LAYOUTS, PAGE_SIZE, Server
 
 PROMPT = [1] + [(i * 7907) % 40_000 + 20 for i in range(199)]
@@ -61,7 +59,7 @@ def alone(stage):
         assert not missing, f"the events lack the pages of salt {salt} that end at {missing}"
     left = InBackground([lambda: server.alone(PROMPT[:50], 1000, rid="left")])
     wait_until("the request runs", lambda: server.load() == 1, 60)
-    assert server.send_json("/abort_request", {"rid": "left"}) == 200
+    assert server.control("/abort_request", rid="left") == 200
     ended = seconds_until("the server runs nothing", lambda: server.load() == 0, CLIENT_LEFT_SECONDS)
     (answer,) = left.results()
     print(f"aborted: {answer['meta_info']['finish_reason']} after {len(answer['output_ids'])} tokens; the server is idle {ended:.2f} s later")
@@ -145,7 +143,7 @@ def index(stage):
             print(f"{part}: {', '.join(f'{worker} {blocks} blocks' for worker, blocks in sizes.items())}; {prompts} leaves compared, {removed} removals seen")
             assert all(sizes.values()) and removed, "nothing was cached, or nothing was evicted"
             for server in servers:
-                assert server.send_json("/flush_cache", {}) == 200
+                assert server.control("/flush_cache") == 200
 
 
 def documents(stage):
@@ -262,7 +260,7 @@ def play(name, servers, tandem, run):
     began, failure = time.monotonic(), None
     try:
         for server in servers:
-            wait_until(f"the cache of {server.name} is empty", lambda: server.send_json("/flush_cache", {}) == 200, 60, 1)
+            wait_until(f"the cache of {server.name} is empty", lambda: server.control("/flush_cache") == 200, 60, 1)
         SCENARIOS[name](Stage(servers, tandem, folder))
     except Exception as error:
         traceback.print_exc()

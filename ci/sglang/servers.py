@@ -8,6 +8,8 @@
 import json
 import os
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import engines
@@ -77,6 +79,15 @@ class Server(Engine):
         status, answer = self.post("/generate", {"input_ids": token_ids, "sampling_params": sampling, "cache_salt": "alone", **options})
         assert status == 200, f"{self.name} answered {status}: {answer}"
         return answer
+
+    def control(self, path, **body):
+        """Sends an order to an endpoint whose answer is not JSON; returns the status."""
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
 
     def load(self):
         """Returns the requests that run or wait."""
