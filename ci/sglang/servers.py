@@ -52,7 +52,7 @@ class Server(Engine):
     def environment(self):
         temporary = self.run / "tmp"
         temporary.mkdir(exist_ok=True)
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "MC_", "TANDEM_", "PYTHONPATH"))}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "MC_", "TANDEM_", "PYTHON"))}
         # Each process would import all of SGLang's model files, which takes longer than all the rest of its start.
         models = {path.stem for path in self.folder.glob("venv/lib/python*/site-packages/sglang/srt/models/*.py")} - {"llama"}
         libraries = [str(self.folder / "stubs"), inherited.get("LD_LIBRARY_PATH", "")]
