@@ -45,6 +45,11 @@ def total(servers):
     return [sum(numbers) for numbers in zip(*(server.counted() for server in servers))]
 
 
+def flush(server):
+    """Empties the cache. A server refuses that while it runs a request, and Tandem's health checks make it run some."""
+    wait_until(f"the cache of {server.name} is empty", lambda: server.control("/flush_cache") == 200, 60, 0.3)
+
+
 def alone(stage):
     """SGLang by itself, without Tandem: counts, salts, aborts and KV events are as the adapter expects them."""
     server = next(iter(stage.engines))
@@ -143,7 +148,7 @@ def index(stage):
             print(f"{part}: {', '.join(f'{worker} {blocks} blocks' for worker, blocks in sizes.items())}; {prompts} leaves compared, {removed} removals seen")
             assert all(sizes.values()) and removed, "nothing was cached, or nothing was evicted"
             for server in servers:
-                assert server.control("/flush_cache") == 200
+                flush(server)
 
 
 def documents(stage):
@@ -260,7 +265,7 @@ def play(name, servers, tandem, run):
     began, failure = time.monotonic(), None
     try:
         for server in servers:
-            wait_until(f"the cache of {server.name} is empty", lambda: server.control("/flush_cache") == 200, 60, 1)
+            flush(server)
         SCENARIOS[name](Stage(servers, tandem, folder))
     except Exception as error:
         traceback.print_exc()

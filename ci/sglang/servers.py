@@ -42,6 +42,8 @@ class Server(Engine):
         command += ["--port", str(self.port), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
         command += ["--disable-overlap-schedule", "--page-size", str(PAGE_SIZE), "--max-total-tokens", str(MAX_TOKENS)]
         command += ["--context-length", str(MAX_MODEL_LEN), "--max-running-requests", "16", "--chunked-prefill-size", "512"]
+        # Both forms of streams: with all tokens so far, and with the new ones only.
+        command += ["--incremental-streaming-output"] if self.name.endswith("-b") else []
         # By default, /v1/loads is up to 15 steps old.
         command += ["--load-snapshot-publish-interval", "1"]
         command += ["--enable-metrics", "--enable-cache-report", "--kv-events-config", json.dumps(events)]
