@@ -22,6 +22,7 @@ from scenarios.faults import story
 from servers import LAYOUTS, PAGE_SIZE, Server
 
 PROMPT = [1] + [(i * 7907) % 40_000 + 20 for i in range(199)]
+LONG = [1] + [(i * 7907) % 40_000 + 30 for i in range(3999)]
 ANSWER_TOKENS = 12
 # About 300 and 200 tokens.
 SHARED, OWN = prose("The report", 210), 140
@@ -43,6 +44,11 @@ def of(servers):
 
 def total(servers):
     return [sum(numbers) for numbers in zip(*(server.counted() for server in servers))]
+
+
+def pages(server):
+    """Returns how many pages the server has cached, by its replayed KV events."""
+    return len(kv_events.cache(kv_events.replay(server.event_sources()[1])))
 
 
 def flush(server):
@@ -179,10 +185,15 @@ def abort(stage):
         ended = seconds_until("the server runs nothing", lambda: server.load() == 0, 60, 0.02)
         print(f"{running} streams ran; the server runs none {ended:.2f} s after the last client has left")
         assert running and ended <= CLIENT_LEFT_SECONDS
-        client.ask("completions", prose("Left in prefill", 1_500), stream=True, max_tokens=4, leave=1)
-        ended = seconds_until("the server runs nothing", lambda: server.load() == 0, 60, 0.02)
-        print(f"the server runs none {ended:.2f} s after a client has left in prefill")
-        assert ended <= CLIENT_LEFT_SECONDS
+        # The load does not count a prompt that is computed in several steps, but each step publishes the pages that it has computed.
+        before = pages(server)
+        client.ask("completions", LONG, stream=True, max_tokens=4, leave=0.5)
+        time.sleep(CLIENT_LEFT_SECONDS)
+        computed = pages(server) - before
+        print(f"{computed} of the {len(LONG) // PAGE_SIZE} pages of a long prompt are computed {CLIENT_LEFT_SECONDS} s after its client has left")
+        assert computed < len(LONG) // PAGE_SIZE, "the server has computed the whole prompt"
+        time.sleep(CLIENT_LEFT_SECONDS)
+        assert pages(server) - before <= computed, "the server goes on with the prompt"
         client.ask("completions", PROMPT, max_tokens=2).check()
 
 
