@@ -174,7 +174,11 @@ fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {
         allowed_token_ids: wire.allowed_token_ids.into(),
         bad_words: wire.bad_words.into_iter().map(bad_word).collect(),
         logprob_token_ids: wire.logprob_token_ids,
-        constraint: wire.constraint.map(constraint).transpose()?,
+        constraint: match wire.constraint {
+            Some(wire) => Some(constraint(wire)?),
+            None if wire.call_inputs.is_empty() => None,
+            None => Some(Kind::CallInputs(wire.call_inputs.into_iter().map(call_input).collect()).into()),
+        },
     };
     let Sampling { top_p, repetition_penalty, min_tokens, max_tokens, .. } = sampling;
     let forms = || sampling.bad_words.iter().flat_map(|word| &word.forms);
@@ -217,7 +221,6 @@ fn constraint(wire: v1::Constraint) -> Result<Constraint, Invalid> {
         constraint::Kind::Choice(choices) => Kind::Choice(choices.texts),
         constraint::Kind::Grammar(grammar) => Kind::Grammar(grammar),
         constraint::Kind::StructuralTag(tags) => Kind::StructuralTag(tags),
-        constraint::Kind::CallInputs(inputs) => Kind::CallInputs(inputs.inputs.into_iter().map(call_input).collect()),
     };
     if begins_after.len() > TEXT_BYTES_MAX {
         return Err(Invalid::OutOfRange { field: "begins_after", allowed: "at most 1024 bytes" });

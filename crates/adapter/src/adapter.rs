@@ -3,6 +3,7 @@
 use crate::{api::Api, job, shared::AdapterState};
 use std::sync::Arc;
 use tandem_engine::{EngineInfo, Generate, KvSource, Prefill, Refusal};
+use tandem_grammar::Kind;
 use tandem_worker::{Backend, CacheWatch, Job, KvExchange};
 use tokio::sync::watch;
 
@@ -27,8 +28,10 @@ impl Backend for Adapter {
         Ok(Box::new(job::prefill(&self.shared, &self.api, prefill)?))
     }
 
-    async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal> {
+    async fn generate(&self, mut generate: Generate) -> Result<Box<dyn Job>, Refusal> {
         generate.check(self.info())?;
+        // Without this constraint, which no engine can enforce, the model can still call these tools.
+        generate.sampling.constraint.take_if(|constraint| matches!(constraint.kind, Kind::CallInputs(_)));
         self.api.check(&generate)?;
         if generate.sampling.constraint.is_some() && generate.generated.iter().any(|sample| !sample.tokens.is_empty()) {
             // The engine would apply the constraint to the rest of the text only, as if the rest were the whole text.

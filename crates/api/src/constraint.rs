@@ -7,10 +7,7 @@ use crate::{
 };
 use serde_json::{Map, Value};
 use tandem_grammar::{CONSTRAINT_BYTES_MAX, CallInput, Constraint, InputPlace, Kind};
-use tandem_proto::v1::{
-    self,
-    constraint::{CallInputs, Choices},
-};
+use tandem_proto::v1::{self, constraint::Choices};
 
 /// A constraint, and the parameter that states it, for errors.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,8 +28,8 @@ impl Stated {
             .map_err(|error| RequestError::invalid(&*self.param, Problem::Constraint { problem: error.to_string() }))
     }
 
-    /// Returns the protobuf message for workers.
-    pub fn message(&self) -> v1::Constraint {
+    /// Sets the constraint in the parameters for workers.
+    pub fn set(&self, sampling: &mut v1::Sampling) {
         let Constraint { kind, begins_after } = self.constraint.clone();
         let mut message = v1::Constraint { begins_after: begins_after.unwrap_or_default(), ..Default::default() };
         message.kind = Some(match kind {
@@ -46,10 +43,11 @@ impl Stated {
             Kind::Grammar(grammar) => v1::constraint::Kind::Grammar(grammar),
             Kind::StructuralTag(tags) => v1::constraint::Kind::StructuralTag(tags),
             Kind::CallInputs(inputs) => {
-                v1::constraint::Kind::CallInputs(CallInputs { inputs: inputs.into_iter().map(call_input).collect() })
+                sampling.call_inputs = inputs.into_iter().map(call_input).collect();
+                return;
             }
         });
-        message
+        sampling.constraint = Some(message);
     }
 }
 
@@ -373,7 +371,10 @@ mod tests {
         let constraint = Constraint { kind: kind(r#"{"type":"null"}"#), begins_after: Some("</think>".to_owned()) };
         let stated = Stated { param: "p".to_owned(), constraint };
         let sent = v1::constraint::Kind::JsonSchema(r#"{"type":"null"}"#.to_owned());
-        assert_eq!(stated.message(), v1::Constraint { kind: Some(sent), begins_after: "</think>".to_owned(), lenient: false });
+        let mut sampling = v1::Sampling::default();
+        stated.set(&mut sampling);
+        let sent = v1::Constraint { kind: Some(sent), begins_after: "</think>".to_owned(), lenient: false };
+        assert_eq!(sampling.constraint, Some(sent));
         stated.check().expect("the schema is valid");
         let stated = Stated { constraint: kind(r#"{"not":{}}"#).into(), ..stated };
         let refused = stated.check().expect_err("the keyword is not supported").to_string();

@@ -69,7 +69,7 @@ pub struct Options {
 impl Options {
     /// Whether nothing but its limit on tokens can end a sample.
     pub fn ends_at_limit(&self) -> bool {
-        self.sampling.stop_token_ids.is_empty() && self.stop.is_empty() && self.constraint.is_none()
+        self.sampling.stop_token_ids.is_empty() && self.stop.is_empty() && self.sampling.constraint.is_none()
     }
 
     /// Sets the constraint on the text.
@@ -80,7 +80,7 @@ impl Options {
         if let Some(other) = &self.constraint {
             return Err(constraint::conflict(&stated.param, &other.param));
         }
-        self.sampling.constraint = Some(stated.message());
+        stated.set(&mut self.sampling);
         self.constraint = Some(stated);
         Ok(())
     }
@@ -91,7 +91,7 @@ impl Options {
         let stated = self.constraint.as_mut().filter(|stated| !matches!(stated.constraint.kind, Kind::CallInputs(_)));
         if let Some(stated) = stated {
             stated.constraint.begins_after = Some(marker.to_owned());
-            self.sampling.constraint = Some(stated.message());
+            stated.set(&mut self.sampling);
         }
     }
 }

@@ -112,7 +112,6 @@ fn constraints_reach_the_engine_and_a_constraint_without_a_kind_is_refused() {
         let place = v1::constraint::InputPlace { begin: texts("b"), head: texts("h"), end: end.to_owned(), tail: texts("t") };
         v1::constraint::CallInput { places: vec![place], grammar: grammar.to_owned(), regex: regex.to_owned() }
     };
-    let wire_inputs = v1::constraint::CallInputs { inputs: vec![wire_input("", "g", ""), wire_input("e", "", "r")] };
     let input = |end, kind| {
         let place = InputPlace { begin: texts("b"), head: texts("h"), end, tail: texts("t") };
         CallInput { places: vec![place], kind }
@@ -125,7 +124,6 @@ fn constraints_reach_the_engine_and_a_constraint_without_a_kind_is_refused() {
         (v1::constraint::Kind::Choice(choices), Kind::Choice(vec!["a".to_owned()])),
         (v1::constraint::Kind::Grammar("a".to_owned()), Kind::Grammar("a".to_owned())),
         (v1::constraint::Kind::StructuralTag("{}".to_owned()), Kind::StructuralTag("{}".to_owned())),
-        (v1::constraint::Kind::CallInputs(wire_inputs), Kind::CallInputs(inputs)),
     ] {
         for marker in ["", "</think>"] {
             let request = checked(sampling(Some(wire.clone()), marker)).expect("the request is valid");
@@ -133,6 +131,9 @@ fn constraints_reach_the_engine_and_a_constraint_without_a_kind_is_refused() {
             assert_eq!(request.generate.sampling.constraint, Some(Constraint { kind: expected.clone(), begins_after }));
         }
     }
+    let call_inputs = vec![wire_input("", "g", ""), wire_input("e", "", "r")];
+    let request = checked(v1::Sampling { constraint: None, call_inputs, ..sampling(None, "") }).expect("the request is valid");
+    assert_eq!(request.generate.sampling.constraint, Some(Kind::CallInputs(inputs).into()));
     assert!(matches!(checked(sampling(None, "")), Err(Invalid::NoConstraint)));
     let kind = || Some(v1::constraint::Kind::JsonObject(true));
     assert!(matches!(checked(sampling(kind(), &"x".repeat(1_025))), Err(Invalid::OutOfRange { field: "begins_after", .. })));

@@ -6,7 +6,7 @@ use crate::{
 };
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
-use tandem_proto::v1::{constraint::Kind, finished::FinishReason};
+use tandem_proto::v1::{self, constraint::Kind, finished::FinishReason};
 
 /// The grammar of a patch, in the form in which agents send it.
 const PATCH: &str = r#"start: begin hunk+ end
@@ -196,10 +196,9 @@ async fn grammar_of_a_free_text_constrains_the_calls_that_the_model_chooses() {
     body["tool_choice"] = "auto".into();
     let reply = cluster.spawn_post("/v1/responses", body.clone());
     let call = cluster.call().await;
-    let constraint = call.request.sampling.as_ref().and_then(|sampling| sampling.constraint.clone()).expect("it is constrained");
-    assert_eq!(constraint.begins_after, "", "a call may begin within reasoning");
-    let Some(Kind::CallInputs(inputs)) = constraint.kind else { panic!("the inputs are constrained") };
-    let [input] = &inputs.inputs[..] else { panic!("one tool has a grammar") };
+    let sampling = call.request.sampling.clone().expect("a request has sampling parameters");
+    assert_eq!(sampling.constraint, None, "the text is free");
+    let [input] = &sampling.call_inputs[..] else { panic!("one tool has a grammar") };
     assert_eq!(input.grammar, PATCH);
     assert_eq!(input.places[0].begin.last().map(String::as_str), Some("\"apply_patch\""));
     call.answer(Some(0), "ok").await;
@@ -210,7 +209,8 @@ async fn grammar_of_a_free_text_constrains_the_calls_that_the_model_chooses() {
     body["tools"][0]["format"] = json!({ "type": "text" });
     let reply = cluster.spawn_post("/v1/responses", body.clone());
     let call = cluster.call().await;
-    assert!(call.request.sampling.as_ref().is_some_and(|sampling| sampling.constraint.is_none()));
+    let is_free = |sampling: &v1::Sampling| sampling.constraint.is_none() && sampling.call_inputs.is_empty();
+    assert!(call.request.sampling.as_ref().is_some_and(is_free));
     call.answer(Some(0), "ok").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     // A grammar that cannot be enforced is refused, as it is where the choice names the tool.

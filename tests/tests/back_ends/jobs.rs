@@ -211,5 +211,13 @@ async fn constraint_reaches_the_engine_and_a_partly_generated_text_is_refused() 
     assert!(matches!(&refusal, Refusal::Unsupported(why) if why.contains("another worker has begun")), "{refusal}");
     let not_begun = Generate { generated: vec![Generated { sample: 0, tokens: Vec::new() }], ..constrained(3) };
     run(&adapter, not_begun).await?;
+    // The engine cannot constrain the inputs of calls, so the text is free and can be continued.
+    let calls = Some(tandem_grammar::Kind::CallInputs(Vec::new()).into());
+    let begun = Generate { generated: vec![Generated { sample: 0, tokens: vec![5] }], ..constrained(4) };
+    run(&adapter, Generate { sampling: Sampling { constraint: calls, ..begun.sampling.clone() }, ..begun }).await?;
+    let seen = fake.seen();
+    let last = seen.last().expect("the server has seen requests");
+    assert_eq!(last["sampling_params"]["structured_outputs"], serde_json::Value::Null);
+    assert_eq!(last["sampling_params"]["ignore_eos"], true);
     Ok(())
 }

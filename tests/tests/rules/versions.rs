@@ -110,7 +110,6 @@ fn decoders() -> BTreeMap<&'static str, Decode> {
     WorkerView, WorkersReply, WorkersRequest,
     ];
     all.insert("tandem.v1.Constraint.CallInput", decoded::<v1::constraint::CallInput>);
-    all.insert("tandem.v1.Constraint.CallInputs", decoded::<v1::constraint::CallInputs>);
     all.insert("tandem.v1.Constraint.Choices", decoded::<v1::constraint::Choices>);
     all.insert("tandem.v1.Constraint.InputPlace", decoded::<v1::constraint::InputPlace>);
     all

@@ -59,10 +59,6 @@ enum ServerConstraint {
 /// # Errors
 /// Fails if the server does not support it. The text says what to do.
 pub(super) fn check(constraint: &Constraint) -> Result<(), &'static str> {
-    // Without the constraint the model can still call these tools.
-    if matches!(constraint.kind, Kind::CallInputs(_)) {
-        return Ok(());
-    }
     server_constraint(constraint).map(drop)
 }
 
@@ -208,8 +204,6 @@ mod tests {
         assert_eq!(of(Kind::JsonObject), (json!({ "type": "object" }), Value::Null, false));
         let choice = Kind::Choice(vec!["a\"".to_owned(), "b".to_owned()]);
         assert_eq!(of(choice), (Value::Null, json!(r#"root ::= "a\"" | "b""#), false));
-        // A constraint on the inputs of calls is not sent, and not refused.
-        assert_eq!(of(Kind::CallInputs(Vec::new())), (Value::Null, Value::Null, false));
         let ebnf = "root ::= \"a\"".to_owned();
         assert_eq!(of(Kind::Grammar(ebnf.clone())), (Value::Null, json!(ebnf), false));
         for kind in [Kind::Grammar("start: \"a\"".to_owned()), Kind::Regex("a".to_owned()), Kind::StructuralTag("{}".to_owned())]

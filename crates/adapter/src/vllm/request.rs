@@ -79,7 +79,6 @@ impl<'a> SamplingParams<'a> {
         // first one is repeated.
         let requested = if sampling.logprobs.is_some() { sampling.logprob_token_ids.as_slice() } else { &[] };
         let logprob_token_ids: Vec<_> = requested.iter().chain(requested.first()).copied().collect();
-        let structured_outputs = sampling.constraint.as_ref().and_then(structured_outputs);
         Self {
             max_tokens,
             min_tokens: sampling.min_tokens.min(max_tokens),
@@ -94,7 +93,7 @@ impl<'a> SamplingParams<'a> {
             seed: sampling.seed & SEED_MASK,
             stop_token_ids: &sampling.stop_token_ids,
             // vLLM ends a constrained text with its own end-of-sequence token, which is allowed only where the text is complete.
-            ignore_eos: structured_outputs.is_none(),
+            ignore_eos: sampling.constraint.is_none(),
             detokenize: false,
             // If the sampled token is none of the alternatives, vLLM returns it in place of the last alternative. So one alternative more is
             // requested.
@@ -106,7 +105,7 @@ impl<'a> SamplingParams<'a> {
             allowed_token_ids: &sampling.allowed_token_ids,
             bad_words: sampling.bad_words.iter().map(|word| word.text.as_str()).collect(),
             prompt_logprobs: None,
-            structured_outputs,
+            structured_outputs: sampling.constraint.as_ref().map(structured_outputs),
             extra_args: ExtraArgs { kv_cache_report_mode: "full" },
         }
     }
@@ -123,17 +122,17 @@ impl<'a> SamplingParams<'a> {
 }
 
 /// Returns vLLM's form of a constraint. vLLM itself finds the end of the reasoning, if its server has a reasoning parser.
-fn structured_outputs(Constraint { kind, .. }: &Constraint) -> Option<Value> {
-    Some(match kind {
+fn structured_outputs(Constraint { kind, .. }: &Constraint) -> Value {
+    match kind {
         Kind::JsonSchema { schema, .. } => json!({ "json": schema }),
         Kind::JsonObject => json!({ "json_object": true }),
         Kind::Regex(regex) => json!({ "regex": regex }),
         Kind::Choice(texts) => json!({ "choice": texts }),
         Kind::Grammar(grammar) => json!({ "grammar": grammar }),
         Kind::StructuralTag(tags) => json!({ "structural_tag": tags }),
-        // vLLM has no grammar for a part of a text that may be encoded.
-        Kind::CallInputs(_) => return None,
-    })
+        // The adapter has removed this constraint.
+        Kind::CallInputs(_) => json!({}),
+    }
 }
 
 #[cfg(test)]
@@ -199,10 +198,6 @@ mod tests {
             assert_eq!(SamplingParams::new(&sampling, 1).structured_outputs, Some(expected));
             assert_eq!(SamplingParams::prompt_only(&sampling, None).structured_outputs, None);
         }
-        // vLLM cannot constrain the inputs of calls, and ends the answer as if it were free.
-        let sampling = Sampling { constraint: Some(Kind::CallInputs(Vec::new()).into()), ..Sampling::default() };
-        let inputs = SamplingParams::new(&sampling, 1);
-        assert!(inputs.structured_outputs.is_none() && inputs.ignore_eos);
         let sampling = Sampling::default();
         let free = SamplingParams::new(&sampling, 1);
         assert!(free.structured_outputs.is_none() && free.ignore_eos);
