@@ -235,6 +235,7 @@ impl Common {
             bad_words: bad_words(self.bad_words.unwrap_or_default(), model)?,
             logprob_token_ids: token_ids("logprob_token_ids", self.logprob_token_ids.unwrap_or_default(), model)?,
             constraint: None,
+            call_inputs: Vec::new(),
         };
         let stop = stop_strings(names.stop, self.stop.unwrap_or_default())?;
         let text = TextOptions {
