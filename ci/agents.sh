@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Runs coding agents, Claude Code and Codex, against Tandem in front of a server whose answers a script writes, in the formats of six chat
-# templates: a greeting, a tool loop that writes a file, a second turn, a cut and an interrupted call, a conversation that outgrows the context,
-# and a session of 40 requests whose cached share the client reports. To be run by hand and before a release; ci/test.sh does not run it.
+# Runs coding agents, Claude Code, Codex and mistral-vibe, against Tandem in front of a server whose answers a script writes, in the formats of
+# six chat templates: a greeting, a tool loop that writes a file, a second turn, a cut and an interrupted call, a conversation that outgrows the
+# context, and a session of 40 requests whose cached share the client reports. To be run by hand and before a release; ci/test.sh does not run it.
 #
-#   ci/agents.sh                        all scenarios (five minutes), with a release build
+#   ci/agents.sh                        all scenarios (ten minutes), with a release build
 #   ci/agents.sh --binary PATH          with this build of tandem
 #   ci/agents.sh --only TEXT            only scenarios whose titles contain the text, such as "codex qwen-3.5 "
 #
-# The programs come from PyPI (320 MB) and are kept in target/ci-agents. PYTHON: the Python to use, 3.10 or later [default: python3].
+# The programs come from PyPI (320 MB, and 400 MB for mistral-vibe) and are kept in target/ci-agents. PYTHON: the Python to use, 3.10 or later
+# [default: python3]. VIBE_PYTHON: the Python for mistral-vibe, 3.12 or later [default: python3.12]; without it, mistral-vibe is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -35,6 +36,18 @@ if ! cmp -s "$packages" "$folder/installed.txt"; then
         fail "the agents were not installed: see what pip says above"
     chmod +x "$folder"/packages/claude_agent_sdk/_bundled/claude "$folder"/packages/codex_cli_bin/bin/codex
     cp "$packages" "$folder/installed.txt"
+fi
+vibe_python="${VIBE_PYTHON:-python3.12}" vibe=ci/agents/vibe.txt
+if ! cmp -s "$vibe" "$folder/vibe/installed.txt"; then
+    rm -rf "$folder/vibe"
+    if "$vibe_python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+        "$vibe_python" -m venv "$folder/vibe"
+        "$folder/vibe/bin/python" -m pip install -q --only-binary :all: --requirement "$vibe" ||
+            fail "mistral-vibe was not installed: see what pip says above"
+        cp "$vibe" "$folder/vibe/installed.txt"
+    else
+        echo "$vibe_python is no Python 3.12 or later (VIBE_PYTHON selects another): the scenarios of mistral-vibe are SKIPPED"
+    fi
 fi
 if [ -z "$binary" ]; then
     cargo build --release --locked

@@ -1,7 +1,8 @@
-"""Runs Claude Code and Codex without a terminal, for agents.sh."""
+"""Runs Claude Code, Codex and mistral-vibe without a terminal, for agents.sh."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import dataclass, field
@@ -125,4 +126,48 @@ class Codex(Agent):
             elif kind == "turn.completed":
                 usage = event["usage"]
                 turn.input_tokens, turn.cached_tokens = usage["input_tokens"], usage["cached_input_tokens"]
+        return turn
+
+
+class Vibe(Agent):
+    name = "vibe"
+    mark = "Create or overwrite a UTF-8 file."
+
+    def environment(self, output_max=8192, window=131_072, **_):
+        folder = self.home / "vibe"
+        folder.mkdir(exist_ok=True)
+        provider = ["[[providers]]", 'name = "tandem"', f'api_base = "{self.url}/v1"']
+        model = ["[[models]]", 'name = "m"', 'provider = "tandem"', f"max_output_tokens = {output_max}"]
+        model += [f"max_context_length = {window}"] if window else []
+        settings = ['active_model = "m"', "enable_telemetry = false", "enable_update_checks = false", "[experiments]", "enable = false"]
+        (folder / "config.toml").write_text("\n".join([*settings, *provider, *model, ""]))
+        return {"VIBE_HOME": str(folder)}
+
+    def arguments(self, prompt, resume, **_):
+        shutil.rmtree(self.export, ignore_errors=True)
+        return ["-p", prompt, "--auto-approve", "--output", "json", "--output-dir", str(self.export), *(["--continue"] if resume else [])]
+
+    @property
+    def export(self):
+        return self.home / "export"
+
+    def write(self, path, content):
+        return "write_file", {"path": str(path), "content": content}
+
+    def command(self, command):
+        return "bash", {"command": command}
+
+    def read(self, out):
+        try:
+            result = json.loads((self.export / "export.json").read_text())
+            # Nothing is printed if the turn fails.
+            entries = json.loads(out or "[]")
+        except (OSError, ValueError) as error:
+            return Turn(errors=[f"no result: {error}"])
+        turn = Turn(input_tokens=result["usage"]["input_tokens"], cached_tokens=result["usage"]["cached_input_tokens"])
+        texts = [entry["content"] for entry in entries if entry["type"] == "message" and entry["role"] == "assistant"]
+        turn.text = "".join(part.get("text", "") for part in texts[-1]) if texts else ""
+        if result["outcome"] != "finished":
+            message = (result["error"] or {}).get("message") or result["outcome"]
+            turn.errors.append(message.splitlines()[-1])
         return turn

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from clients import Claude, Codex
+from clients import Claude, Codex, Vibe
 from engine import ASIDE, Answer, Engine, Script
 from formats import FORMATS
 
@@ -176,7 +176,9 @@ class Scenarios:
         agent = self.agent("long")
         calls = [Answer(call=agent.command(f"seq {first} {first + 399}")) for first in range(10_000, 60_000, 1_000)]
         script = self.script(*calls)
-        script.cases = [(ASIDE, Answer("All is read.")), ("REMINDER: Do NOT call any tools", Answer(f"<summary>{ASIDE}</summary>"))]
+        summary = Answer(f"<summary>{ASIDE}</summary>")
+        marks = ("REMINDER: Do NOT call any tools", "Any tool call will be rejected")
+        script.cases = [(ASIDE, Answer("All is read.")), *((mark, summary) for mark in marks)]
         turn = agent.turn("Read the numbers.", output_max=2_048, window=self.cluster.engine.context)
         check(not turn.errors, f"the client says {turn.errors}")
         check(turn.text == "All is read.", f"the client's text is {turn.text!r}")
@@ -196,20 +198,22 @@ class Scenarios:
         check(not script.answers and not script.surplus, f"{len(script.answers)} answers are left, {script.surplus} more were needed")
 
 
-BOTH = ["hello", "tool_loop", "second_turn", "cut_call", "interrupted_call", "session"]
-NAMES = {Claude: [*BOTH, "deferred_tool"], Codex: BOTH}
-# These run with a short context. Only Codex needs a setting for its length.
-LONG = {Claude: ["over_long"], Codex: ["over_long", "unknown_context"]}
+ALL = ["hello", "tool_loop", "second_turn", "cut_call", "interrupted_call", "session"]
+NAMES = {Claude: [*ALL, "deferred_tool"], Codex: ALL, Vibe: ALL}
+# These run with a short context. Codex and mistral-vibe need a setting for its length.
+LONG = {Claude: ["over_long"], Codex: ["over_long", "unknown_context"], Vibe: ["over_long", "unknown_context"]}
 
 
 def run(binary, packages, folder, wanted):
     """Runs the scenarios whose titles contain `wanted`. Returns the number that ran and the number that failed."""
-    programs = {Claude: packages / "claude_agent_sdk/_bundled/claude", Codex: packages / "codex_cli_bin/bin/codex"}
+    vibe = packages.parent / "vibe/bin/vibe"
+    programs = {Claude: packages / "claude_agent_sdk/_bundled/claude", Codex: packages / "codex_cli_bin/bin/codex", Vibe: vibe}
+    kinds = [kind for kind in programs if kind is not Vibe or vibe.exists()]
     passed = []
     shutil.rmtree(folder, ignore_errors=True)
     for format in FORMATS:
         for context, named in ((1 << 17, NAMES), (3 << 14, LONG)):
-            titles = [(kind, name, f"{kind.name} {format.template} {name}") for kind, names in named.items() for name in names]
+            titles = [(kind, name, f"{kind.name} {format.template} {name}") for kind in kinds for name in named[kind]]
             titles = [title for title in titles if wanted in title[2]]
             place = folder / format.template
             cluster = Cluster(binary, format, place / str(context), context) if titles else None
