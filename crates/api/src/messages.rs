@@ -41,6 +41,9 @@ struct RawCall {
     #[serde(rename = "type")]
     kind: Option<String>,
     function: Option<CalledFunction>,
+    /// The call's position, which some clients copy from streams. The order of the list is the same.
+    #[serde(rename = "index")]
+    _index: Option<serde::de::IgnoredAny>,
 }
 
 #[derive(Deserialize)]

@@ -229,6 +229,7 @@ impl Common {
             logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
             // Without a client's seed, the seed is random, so that equal requests get different answers.
             seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |Whole(seed)| seed as u64),
+            seed_is_given: self.seed.is_some(),
             stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos, model)?,
             logprobs: None,
             allowed_token_ids: self.allowed_token_ids.map_or_else(|| Ok(Vec::new()), |given| allowed_tokens(given, model))?,

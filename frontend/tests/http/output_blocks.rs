@@ -170,7 +170,7 @@ async fn response_has_an_item_for_reasoning_text_and_each_call() {
         [
             json!({
                 "type": "reasoning", "summary": [], "content": [{ "type": "reasoning_text", "text": "because" }],
-                "encrypted_content": null, "status": "completed",
+                "status": "completed",
             }),
             json!({
                 "type": "message", "role": "assistant", "status": "completed",

@@ -249,7 +249,7 @@ impl Item {
         let parts: Vec<Value> = self.part().filter(|_| *status != "in_progress").into_iter().collect();
         match &self.content {
             ItemContent::Reasoning => json!({
-                "type": "reasoning", "id": id, "summary": [], "content": parts, "encrypted_content": null, "status": status,
+                "type": "reasoning", "id": id, "summary": [], "content": parts, "status": status,
             }),
             ItemContent::Message => {
                 json!({ "type": "message", "id": id, "status": status, "role": "assistant", "content": parts })
