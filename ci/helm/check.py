@@ -22,7 +22,7 @@ CUSTOM = {"ServiceMonitor", "PrometheusRule", "Issuer", "Certificate"}
 # Settings that the chart must refuse, and a part of the error.
 REFUSED = [
     ("enginee=cpu", "enginee"),
-    ("engine=sglang", "engine"),
+    ("engine=tgi", "engine"),
     ("router.autoscaling.enabled=true", "router.autoscaling"),
     ("prefill.autoscaling.cpuUtilization=70", "cpuUtilization"),
     ("decode.replicas=0", "decode.replicas"),
@@ -37,6 +37,9 @@ REFUSED = [
     ("model.claim.create=true", "model.claim.name"),
     ("engine=vllm", "model.source"),
     ("engine=vllm,model.source=hf:a/b", "kvConnector"),
+    ("engine=vllm,vllm.kvConnector=mooncake", "kvConnector"),
+    ("engine=sglang,model.source=hf:a/b", "kvConnector"),
+    ("engine=sglang,model.source=hf:a/b,sglang.kvConnector=nixl,prefill.replicas=0", "prefill.replicas"),
     ("decode.autoscaling.enabled=true,decode.autoscaling.minReplicas=9", "maxReplicas"),
     ("discovery=etcd,etcd.user=tandem", "etcd.passwordSecret.name"),
 ]

@@ -1,5 +1,5 @@
-//! Checks that all services of `deploy/docker-compose.yml` and `deploy/docker-compose.vllm.yml` are hardened, and that the settings in the
-//! second file exist. Checks the Helm chart in the same way. The scripts for passwords run against a real etcd and a real NATS.
+//! Checks that all services of the compose files in `deploy` are hardened, and that the settings of Tandem's services exist. Checks the Helm
+//! chart in the same way. The scripts for passwords run against a real etcd and a real NATS.
 
 #[path = "deploy/chart.rs"]
 mod chart;
@@ -32,6 +32,8 @@ fn deploy(file: &str) -> PathBuf {
 const CLUSTER: &str = "docker-compose.yml";
 /// The compose file of a Tandem cluster in front of vLLM servers.
 const VLLM: &str = "docker-compose.vllm.yml";
+/// The compose file of a Tandem cluster in front of SGLang servers.
+const SGLANG: &str = "docker-compose.sglang.yml";
 
 /// Returns a compose file with resolved anchors and merge keys. Variables are not replaced.
 fn compose(file: &str) -> Result<Value> {
@@ -59,7 +61,7 @@ fn names(list: &Value) -> BTreeSet<String> {
 
 #[test]
 fn compose_services_have_no_privileges_and_bounded_resources() -> Result<()> {
-    for (name, service) in services(CLUSTER)?.into_iter().chain(services(VLLM)?) {
+    for (name, service) in services(CLUSTER)?.into_iter().chain(services(VLLM)?).chain(services(SGLANG)?) {
         ensure!(service["read_only"] == true, "{name}: read_only");
         ensure!(service["cap_drop"] == serde_json::json!(["ALL"]), "{name}: cap_drop");
         ensure!(service["security_opt"] == serde_json::json!(["no-new-privileges:true"]), "{name}: security_opt");
@@ -149,7 +151,7 @@ const CERTIFICATES: &str = "/run/certificates";
 #[test]
 fn each_service_reads_the_certificate_of_its_own_role() -> Result<()> {
     let mut roles = BTreeSet::new();
-    for (name, service) in services(CLUSTER)?.into_iter().chain(services(VLLM)?) {
+    for (name, service) in services(CLUSTER)?.into_iter().chain(services(VLLM)?).chain(services(SGLANG)?) {
         if service["environment"]["TANDEM_CLUSTER_KEY_FILE"].is_null() {
             continue;
         }
@@ -224,9 +226,9 @@ fn with_variables(mut command: Vec<String>, variables: &BTreeMap<String, String>
 }
 
 #[test]
-fn settings_of_vllm_services_exist_and_are_valid() -> Result<()> {
+fn settings_of_vllm_and_sglang_services_exist_and_are_valid() -> Result<()> {
     let mut roles = BTreeSet::new();
-    for (name, service) in services(VLLM)? {
+    for (name, service) in services(VLLM)?.into_iter().chain(services(SGLANG)?) {
         let is_tandem =
             service["image"].as_str().is_some_and(|image| image.contains("tandem")) && service["entrypoint"].is_null();
         if !is_tandem {
@@ -245,11 +247,11 @@ fn settings_of_vllm_services_exist_and_are_valid() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn each_vllm_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> Result<()> {
-    let (compose, services) = (compose(VLLM)?, services(VLLM)?);
+/// Checks the engines of a file: each has one worker, as many sequences as the worker, and reaches no other process of Tandem. Returns the engines.
+fn engines(file: &str, prefix: &str, sequences_flag: &str) -> Result<BTreeMap<String, Value>> {
+    let (compose, services) = (compose(file)?, services(file)?);
     let on = |service: &str| names(&services[service]["networks"]);
-    let engines: BTreeSet<&str> = services.keys().filter(|name| name.starts_with("vllm-")).map(String::as_str).collect();
+    let engines: BTreeSet<&str> = services.keys().filter(|name| name.starts_with(prefix)).map(String::as_str).collect();
     ensure!(engines.len() == 3, "{engines:?}");
     let mut driven = BTreeSet::new();
     for (name, service) in &services {
@@ -262,27 +264,39 @@ fn each_vllm_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> R
         ensure!(engines.contains(engine) && driven.insert(engine.to_owned()), "{name}: {url}");
         ensure!(!on(name).is_disjoint(&on(engine)), "{name} cannot reach {engine}");
         let sequences = &service["environment"]["TANDEM_BATCH_MAX"];
-        let flags = services[engine]["command"].as_array().context("there are no flags")?;
-        ensure!(flags.iter().skip_while(|flag| *flag != "--max-num-seqs").nth(1) == Some(sequences), "{name}: {sequences}");
+        let parts = ["entrypoint", "command"].map(|part| services[engine][part].as_array().cloned().unwrap_or_default());
+        ensure!(
+            parts.concat().iter().skip_while(|flag| *flag != sequences_flag).nth(1) == Some(sequences),
+            "{name}: {sequences}"
+        );
     }
     ensure!(driven.len() == engines.len(), "only {driven:?} have workers");
-    let (mut gpus, mut hosts) = (BTreeSet::new(), BTreeSet::new());
+    let mut gpus = BTreeSet::new();
     for engine in &engines {
         for other in ["frontend", "router", "weights"] {
             ensure!(on(engine).is_disjoint(&on(other)), "{engine} can reach {other}");
         }
-        let environment = &services[*engine]["environment"];
-        let host = environment["VLLM_NIXL_SIDE_CHANNEL_HOST"].as_str().context("there is no address")?;
-        ensure!(
-            services[*engine]["networks"]["engines"]["ipv4_address"] == *host,
-            "{engine}: {host} is not the engine's address"
-        );
-        gpus.insert(value(&environment["CUDA_VISIBLE_DEVICES"])?);
-        hosts.insert(host.to_owned());
+        gpus.insert(value(&services[*engine]["environment"]["CUDA_VISIBLE_DEVICES"])?);
     }
-    ensure!(gpus.len() == engines.len() && hosts.len() == engines.len(), "engines share {gpus:?} or {hosts:?}");
+    ensure!(gpus.len() == engines.len(), "engines share {gpus:?}");
     for network in ["cluster", "engines"] {
         ensure!(compose["networks"][network]["internal"] == true, "{network} is not internal");
+    }
+    Ok(engines.into_iter().map(|engine| (engine.to_owned(), services[engine].clone())).collect())
+}
+
+#[test]
+fn each_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> Result<()> {
+    let mut hosts = BTreeSet::new();
+    for (engine, service) in engines(VLLM, "vllm-", "--max-num-seqs")? {
+        let host = service["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"].as_str().context("there is no address")?;
+        ensure!(service["networks"]["engines"]["ipv4_address"] == *host, "{engine}: {host} is not the engine's address");
+        hosts.insert(host.to_owned());
+    }
+    ensure!(hosts.len() == 3, "engines share {hosts:?}");
+    for (engine, service) in engines(SGLANG, "sglang-", "--max-running-requests")? {
+        let mode = if engine == "sglang-prefill" { "prefill" } else { "decode" };
+        ensure!(texts(&service["command"])?[..2] == ["--disaggregation-mode", mode], "{engine}");
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Checks the manifests that ci/helm.sh renders from the Helm chart, with each of its files of values.
 
-use super::{CLUSTER, VLLM, compose, deploy, names, read, value, with_variables};
+use super::{CLUSTER, SGLANG, VLLM, compose, deploy, names, read, value, with_variables};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -172,7 +172,8 @@ fn pods_of_the_chart_have_no_privileges_and_bounded_memory() -> Result<()> {
             ensure!(container["resources"]["limits"]["memory"].is_string(), "{name}, {called}: no memory limit");
             // Serving processes read models only, unless a frontend downloads its tokenizer itself.
             let writes = |mount: &Value| mount["name"] == "models" && mount["readOnly"] != true;
-            let serves = called == "tandem" && !arguments(container).contains(&"--engine=vllm".to_owned());
+            let tokenizes = |arg: &String| ["--engine=vllm", "--engine=sglang"].contains(&&**arg);
+            let serves = called == "tandem" && !arguments(container).iter().any(tokenizes);
             ensure!(!serves || !list(&container["volumeMounts"]).iter().any(writes), "{name}, {called} may write to the models");
         }
     }
@@ -300,9 +301,11 @@ fn network_policies_permit_the_calls_of_the_product_and_no_others() -> Result<()
             rendering.of_kind("NetworkPolicy").filter_map(|policy| Some((selected(policy)?, &policy["spec"]))).collect();
         ensure!(policies.len() >= 4, "{}: only {:?} have policies", rendering.values, policies.keys());
         let all = rendering.pods().flat_map(|(_, pod)| containers(pod).map(arguments).collect::<Vec<_>>());
-        let open = all
-            .into_iter()
-            .any(|args| ["--engine=cuda", "--engine-kv-connector=nixl"].iter().any(|flag| args.iter().any(|arg| arg == flag)));
+        let open = all.into_iter().any(|args| {
+            ["--engine=cuda", "--engine-kv-connector=nixl", "--engine-url=http://$(POD_IP):8000"]
+                .iter()
+                .any(|flag| args.iter().any(|arg| arg == flag))
+        });
         for (from, caller) in &policies {
             for (to, port) in PORTS {
                 let Some(called) = policies.get(to) else { continue };
@@ -377,7 +380,12 @@ fn images_of_the_chart_are_those_that_the_dockerfile_builds() -> Result<()> {
     }
     let user = format!("--uid {}", values["podSecurityContext"]["runAsUser"]);
     ensure!(dockerfile.contains(&user), "the Dockerfile's user is not that of {user}");
-    for (file, service, image) in [(VLLM, "vllm-prefill", "vllm"), (CLUSTER, "etcd", "etcd"), (CLUSTER, "nats", "nats")] {
+    for (file, service, image) in [
+        (VLLM, "vllm-prefill", "vllm"),
+        (SGLANG, "sglang-prefill", "sglang"),
+        (CLUSTER, "etcd", "etcd"),
+        (CLUSTER, "nats", "nats"),
+    ] {
         let set = value(&compose(file)?["services"][service]["image"])?;
         ensure!(values["images"][image] == *set, "{image} is {} here and {set} in {file}", values["images"][image]);
     }

@@ -51,7 +51,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- define "tandem.modelsFolder" -}}/var/lib/tandem/models{{- end }}
 
 {{/* ORG/NAME of hf:ORG/NAME@REVISION; the last part of a path. */}}
-{{- define "tandem.vllmName" -}}
+{{- define "tandem.serverName" -}}
 {{- if hasPrefix "/" .Values.model.source -}}
 {{- default (base .Values.model.source) .Values.model.servedName -}}
 {{- else -}}
@@ -65,8 +65,8 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if contains "@" .Values.model.source -}}{{- regexReplaceAll "^[^@]*@" .Values.model.source "" -}}{{- end -}}
 {{- end }}
 
-{{/* The model's path in the claim, for vLLM. */}}
-{{- define "tandem.vllmPath" -}}
+{{/* The model's path in the claim, for vLLM and SGLang. */}}
+{{- define "tandem.serverPath" -}}
 {{- if hasPrefix "/" .Values.model.source -}}
 {{- .Values.model.source -}}
 {{- else -}}
@@ -79,7 +79,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- $v := .root.Values -}}
 {{- if or (eq .component "router") (and (eq $v.engine "sim") (not $v.model.source)) -}}
 {{- else if $v.model.claim.name -}}claim
-{{- else if eq $v.engine "vllm" -}}self
+{{- else if has $v.engine (list "vllm" "sglang") -}}self
 {{- else -}}init
 {{- end -}}
 {{- end }}
@@ -163,12 +163,16 @@ capabilities: { drop: [ALL] }
 {{/* Refuses values that do not fit each other. */}}
 {{- define "tandem.check" -}}
 {{- $v := .Values -}}
-{{- if eq $v.engine "vllm" -}}
+{{- if has $v.engine (list "vllm" "sglang") -}}
 {{- if not (or (hasPrefix "hf:" $v.model.source) (hasPrefix "/" $v.model.source)) -}}
-{{- fail "engine vllm needs model.source: hf:ORG/NAME, or a path in model.claim" -}}
+{{- fail (printf "engine %s needs model.source: hf:ORG/NAME, or a path in model.claim" $v.engine) -}}
 {{- end -}}
-{{- if and (eq $v.vllm.kvConnector "none") (or (gt (int $v.prefill.replicas) 0) $v.prefill.autoscaling.enabled) -}}
-{{- fail "prefill workers with engine vllm need vllm.kvConnector nixl; without it set prefill.replicas to 0: decode workers then prefill their own prompts" -}}
+{{- $prefills := or (gt (int $v.prefill.replicas) 0) $v.prefill.autoscaling.enabled -}}
+{{- if and (eq (get $v $v.engine).kvConnector "none") $prefills -}}
+{{- fail (printf "prefill workers with engine %s need %s.kvConnector; without it set prefill.replicas to 0: decode workers then prefill their own prompts" $v.engine $v.engine) -}}
+{{- end -}}
+{{- if and (eq $v.engine "sglang") (ne $v.sglang.kvConnector "none") (not $prefills) -}}
+{{- fail "with sglang.kvConnector other than none, decode servers compute no prompts: set prefill.replicas to 1 or more, or sglang.kvConnector to none" -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.clusterTls.issuer.name (ne $v.clusterTls.source "cert-manager") -}}

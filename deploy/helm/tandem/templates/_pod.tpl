@@ -42,16 +42,19 @@
 {{- end }}
 {{- if ne $component "router" }}
 - --engine={{ $v.engine }}
-{{- if and $isWorker (eq $v.engine "vllm") }}
-- --engine-url=http://127.0.0.1:8000
-- --engine-events=ipc:///run/vllm/events
-- --engine-events-replay=ipc:///run/vllm/replay
-- --engine-kv-connector={{ $v.vllm.kvConnector }}
-- --batch-max={{ $v.vllm.maxNumSeqs }}
-{{- else }}
+{{- if eq (include "tandem.hasServer" .) "yes" }}
+{{- $s := get $v $v.engine }}
+- --engine-url=http://{{ ternary "$(POD_IP)" "127.0.0.1" (and (eq $v.engine "sglang") (ne $s.kvConnector "none")) }}:8000
+- --engine-events=ipc:///run/{{ $v.engine }}/events
+- --engine-events-replay=ipc:///run/{{ $v.engine }}/replay
 {{- if eq $v.engine "vllm" }}
-- --model={{ ternary (include "tandem.vllmPath" $root) $v.model.source (eq $modelFrom "claim") }}
-- --served-model-name={{ include "tandem.vllmName" $root }}
+- --engine-kv-connector={{ $s.kvConnector }}
+{{- end }}
+- --batch-max={{ $s.maxNumSeqs }}
+{{- else }}
+{{- if has $v.engine (list "vllm" "sglang") }}
+- --model={{ ternary (include "tandem.serverPath" $root) $v.model.source (eq $modelFrom "claim") }}
+- --served-model-name={{ include "tandem.serverName" $root }}
 {{- else }}
 {{- with $v.model.source }}
 - {{ printf "--model=%s" . | quote }}
@@ -105,7 +108,7 @@
 {{- end }}
 {{- end }}
 {{- if eq (include "tandem.hasServer" .) "yes" }}
-- { name: vllm, mountPath: /run/vllm }
+- { name: {{ $v.engine }}, mountPath: /run/{{ $v.engine }} }
 {{- else if $modelFrom }}
 - { name: models, mountPath: {{ include "tandem.modelsFolder" .root }}, readOnly: {{ ne $modelFrom "self" }} }
 {{- if and (eq $modelFrom "self") $v.model.hfToken.secretName }}
@@ -167,8 +170,8 @@
 {{- end }}
 {{- if eq (include "tandem.hasServer" .) "yes" }}
 # The sockets of KV events.
-- { name: vllm, emptyDir: { medium: Memory, sizeLimit: 1Mi } }
-- { name: cache, emptyDir: { sizeLimit: {{ $v.vllm.cacheSize }} } }
+- { name: {{ $v.engine }}, emptyDir: { medium: Memory, sizeLimit: 1Mi } }
+- { name: cache, emptyDir: { sizeLimit: {{ (get $v $v.engine).cacheSize }} } }
 {{- end }}
 {{- if include "tandem.hasGpu" . }}
 - { name: shm, emptyDir: { medium: Memory, sizeLimit: {{ $v.sharedMemorySize }} } }
@@ -182,13 +185,13 @@
 {{- end -}}
 {{- end }}
 
-{{/* Whether a vLLM server runs in the component's pods. */}}
+{{/* Whether a vLLM or SGLang server runs in the component's pods. */}}
 {{- define "tandem.hasServer" -}}
-{{- ternary "yes" "no" (and (eq .root.Values.engine "vllm") (has .component (list "prefill" "decode"))) -}}
+{{- ternary "yes" "no" (and (has .root.Values.engine (list "vllm" "sglang")) (has .component (list "prefill" "decode"))) -}}
 {{- end }}
 {{/* The engine, if the component's pods have GPUs. */}}
 {{- define "tandem.hasGpu" -}}
-{{- if and (has .root.Values.engine (list "cuda" "vllm")) (has .component (list "prefill" "decode")) -}}{{- .root.Values.engine -}}{{- end -}}
+{{- if and (has .root.Values.engine (list "cuda" "vllm" "sglang")) (has .component (list "prefill" "decode")) -}}{{- .root.Values.engine -}}{{- end -}}
 {{- end }}
 
 {{/* The containers that run before or with a role's process. dict root, component */}}
@@ -229,57 +232,89 @@
     - { name: models, mountPath: {{ $folder }}, readOnly: true }
 {{- end }}
 {{- if eq (include "tandem.hasServer" .) "yes" }}
+{{- $s := get $v $v.engine }}
+{{- $isVllm := eq $v.engine "vllm" }}
+{{- $exchanges := ne $s.kvConnector "none" }}
+{{- /* Decode servers of SGLang meet the prefill servers at their pods' addresses. */}}
+{{- $host := ternary "127.0.0.1" "$(POD_IP)" (or $isVllm (not $exchanges)) }}
+{{- $weights := ternary (include "tandem.serverPath" .root) (include "tandem.repository" .root) (eq $modelFrom "claim") }}
+{{- $events := printf "\"publisher\":\"zmq\",\"endpoint\":\"ipc:///run/%s/events\",\"replay_endpoint\":\"ipc:///run/%s/replay\"" $v.engine $v.engine }}
 # A sidecar, so that the server ends after the worker has drained.
-- name: vllm
+- name: {{ $v.engine }}
   restartPolicy: Always
-  image: {{ $v.images.vllm }}
+  image: {{ get $v.images $v.engine }}
   imagePullPolicy: {{ $v.imagePullPolicy }}
+  {{- if $isVllm }}
   command: [vllm, serve]
   args:
-    - {{ ternary (include "tandem.vllmPath" .root) (include "tandem.repository" .root) (eq $modelFrom "claim") }}
+    - {{ $weights }}
+  {{- else }}
+  command: [python3, -m, sglang.launch_server]
+  args:
+    - --model-path={{ $weights }}
+  {{- end }}
     {{- if and (eq $modelFrom "self") (include "tandem.revision" .root) }}
     - --revision={{ include "tandem.revision" .root }}
     {{- end }}
-    - --served-model-name={{ include "tandem.vllmName" .root }}
+    - --served-model-name={{ include "tandem.serverName" .root }}
+    {{- if eq $host "127.0.0.1" }}
     # No other pod reaches the server.
-    - --host=127.0.0.1
+    {{- end }}
+    - --host={{ $host }}
     - --port=8000
-    - --max-num-seqs={{ $v.vllm.maxNumSeqs }}
+    {{- if $isVllm }}
+    - --max-num-seqs={{ $s.maxNumSeqs }}
     - --enable-scale-out
     - --enable-prompt-tokens-details
-    - --kv-events-config={"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"ipc:///run/vllm/events","replay_endpoint":"ipc:///run/vllm/replay"}
-    {{- if eq $v.vllm.kvConnector "nixl" }}
+    - --kv-events-config={"enable_kv_cache_events":true,{{ $events }}}
+    {{- if $exchanges }}
     - --kv-transfer-config={"kv_connector":"NixlConnector","kv_role":"kv_both","kv_load_failure_policy":"fail"}
     {{- end }}
-    {{- range $v.vllm.args }}
+    {{- else }}
+    - --max-running-requests={{ $s.maxNumSeqs }}
+    - --page-size=16
+    - --incremental-streaming-output
+    {{- if $exchanges }}
+    - --disaggregation-mode={{ .component }}
+    - --disaggregation-transfer-backend={{ $s.kvConnector }}
+    {{- end }}
+    {{- if not (and $exchanges (eq .component "decode")) }}
+    - --kv-events-config={ {{- $events -}} }
+    {{- end }}
+    {{- end }}
+    {{- range $s.args }}
     - {{ . | quote }}
     {{- end }}
   env:
-    - { name: HOME, value: /home/vllm }
+    - { name: HOME, value: /home/{{ $v.engine }} }
+    {{- if $isVllm }}
     - { name: VLLM_NO_USAGE_STATS, value: "1" }
+    {{- end }}
     {{- if eq $modelFrom "claim" }}
     - { name: HF_HUB_OFFLINE, value: "1" }
     {{- else if $v.model.hfToken.secretName }}
     - name: HF_TOKEN
       valueFrom: { secretKeyRef: { name: {{ $v.model.hfToken.secretName }}, key: {{ $v.model.hfToken.key }} } }
     {{- end }}
-    {{- if eq $v.vllm.kvConnector "nixl" }}
-    - name: VLLM_NIXL_SIDE_CHANNEL_HOST
+    {{- if $exchanges }}
+    - name: {{ ternary "VLLM_NIXL_SIDE_CHANNEL_HOST" "POD_IP" $isVllm }}
       valueFrom: { fieldRef: { fieldPath: status.podIP } }
+    {{- if $isVllm }}
     - { name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: "5600" }
     {{- end }}
-    {{- with $v.vllm.env }}
+    {{- end }}
+    {{- with $s.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- if eq $v.vllm.kvConnector "nixl" }}
-  ports: [{ name: nixl, containerPort: 5600 }]
+  {{- if $exchanges }}
+  ports: [{ name: {{ ternary "nixl" "rooms" $isVllm }}, containerPort: {{ ternary 5600 8998 $isVllm }} }]
   {{- end }}
   startupProbe:
     exec: &health
-      command: [python3, -c, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=10)"]
+      command: [python3, -c, "import os, urllib.request; urllib.request.urlopen('http://' + os.environ.get('POD_IP', '127.0.0.1') + ':8000/health', timeout=10)"]
     periodSeconds: 10
     timeoutSeconds: 15
-    failureThreshold: {{ div $v.vllm.startupSeconds 10 }}
+    failureThreshold: {{ div $s.startupSeconds 10 }}
   livenessProbe:
     exec: *health
     periodSeconds: 30
@@ -290,14 +325,14 @@
     readOnlyRootFilesystem: true
     capabilities:
       drop: [ALL]
-      {{- with $v.vllm.capabilities }}
+      {{- with $s.capabilities }}
       add: {{- toYaml . | nindent 8 }}
       {{- end }}
-  resources: {{- toYaml $v.vllm.resources | nindent 4 }}
+  resources: {{- toYaml $s.resources | nindent 4 }}
   volumeMounts:
     - { name: tmp, mountPath: /tmp }
-    - { name: vllm, mountPath: /run/vllm }
-    - { name: cache, mountPath: /home/vllm }
+    - { name: {{ $v.engine }}, mountPath: /run/{{ $v.engine }} }
+    - { name: cache, mountPath: /home/{{ $v.engine }} }
     - { name: shm, mountPath: /dev/shm }
     {{- if eq $modelFrom "claim" }}
     - { name: models, mountPath: {{ $folder }}, readOnly: true }
@@ -332,7 +367,8 @@ spec:
   {{- end }}
   {{- $security := deepCopy $v.podSecurityContext }}
   {{- if eq (include "tandem.hasServer" .) "yes" }}
-  {{- $security = mergeOverwrite $security (dict "runAsUser" $v.vllm.runAsUser "runAsGroup" $v.vllm.runAsGroup) }}
+  {{- $s := get $v $v.engine }}
+  {{- $security = mergeOverwrite $security (dict "runAsUser" $s.runAsUser "runAsGroup" $s.runAsGroup) }}
   {{- end }}
   securityContext: {{- toYaml $security | nindent 4 }}
   # Longer than --grace-period: a process that is killed before it has drained loses its requests.
