@@ -60,9 +60,10 @@ class Answer:
 
 
 class Client:
-    def __init__(self, address):
-        """`address`: HOST:PORT, or a URL with nothing after the port."""
+    def __init__(self, address, key=None):
+        """`address`: HOST:PORT, or a URL with nothing after the port. `key`: an API key."""
         self.address = address.removeprefix("http://")
+        self.headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
     def ask(self, endpoint, prompt, *, stream=False, leave=None, on_chunk=None, **options):
         """Sends a greedy request for exactly `max_tokens` tokens; returns what was received, errors included.
@@ -81,7 +82,7 @@ class Client:
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=leave or TIMEOUT_SECONDS)) as connection:
             try:
                 began = time.perf_counter()
-                connection.request("POST", PATHS[endpoint], json.dumps(body), {"content-type": "application/json", "x-tandem-details": "true"})
+                connection.request("POST", PATHS[endpoint], json.dumps(body), self.headers | {"x-tandem-details": "true"})
                 response = connection.getresponse()
                 answer.status, answer.request_id = response.status, response.headers.get("x-request-id")
                 if stream and response.status == 200:
@@ -143,7 +144,7 @@ class Client:
         """Returns where Tandem would place each prompt of token ids now: workers with their overlap, by name."""
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=60)) as connection:
             body = json.dumps({"model": MODEL, "prompt": prompts, "max_tokens": 1})
-            connection.request("POST", "/v1/completions", body, {"content-type": "application/json", "x-tandem-explain": "true"})
+            connection.request("POST", "/v1/completions", body, self.headers | {"x-tandem-explain": "true"})
             response = connection.getresponse()
             answer = json.loads(response.read())
         assert response.status == 200, f"no explanation: {answer}"

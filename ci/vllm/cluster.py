@@ -39,7 +39,7 @@ class Process:
         with open(self.log, "ab") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(command, **streams, env=environment, start_new_session=True, preexec_fn=limits)
-        # ci/vllm.sh ends the groups named here if this program cannot.
+        # The shell script ends the groups named here if this program cannot.
         self.group.write_text(f"{self.process.pid}\n")
 
     def kill(self):
@@ -105,8 +105,9 @@ class Tandem:
         listen = f"127.0.0.1:{free_port()}"
         urls = ["--engine-url", ",".join(engine.url for engine in engines)]
         if prefill:
-            urls += ["--prefill-engine-url", ",".join(engine.url for engine in prefill), "--engine-kv-lease", LEASE_SECONDS]
-        self.start(name, "up", "--engine", "vllm", "--listen", listen, *urls, *CONCURRENT, *PATIENT, *self.ledger(name), *flags)
+            urls += ["--prefill-engine-url", ",".join(engine.url for engine in prefill)]
+            urls += ["--engine-kv-lease", LEASE_SECONDS] if engines[0].kind == "vllm" else []
+        self.start(name, "up", "--engine", engines[0].kind, "--listen", listen, *urls, *CONCURRENT, *PATIENT, *self.ledger(name), *flags)
         client = Client(listen)
         self.ready(client, name)
         workers = len(engines) + len(prefill)
@@ -126,14 +127,14 @@ class Tandem:
     def frontend(self, router):
         listen = f"127.0.0.1:{free_port()}"
         model, served = next(iter(self.stage.engines)).folder / "model", ("--served-model-name", MODEL)
-        self.start("frontend", "frontend", "--engine", "vllm", "--listen", listen, "--router", router, "--model", model, *served, *PATIENT)
+        self.start("frontend", "frontend", "--engine", next(iter(self.stage.engines)).kind, "--listen", listen, "--router", router, "--model", model, *served, *PATIENT)
         return Client(listen)
 
     def worker(self, name, role, engine, *flags):
         """Starts a worker process for an engine, at its former addresses if one of this name has run before."""
         grpc, admin = self.addresses.setdefault(name, (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"))
         listen = ("--listen", grpc, "--admin-listen", admin, "--worker-id", name)
-        self.start(name, f"{role}-worker", "--engine", "vllm", "--engine-url", engine.url, *listen, *CONCURRENT, *self.ledger(name), *flags)
+        self.start(name, f"{role}-worker", "--engine", engine.kind, "--engine-url", engine.url, *listen, *CONCURRENT, *self.ledger(name), *flags)
 
     def join(self, *names):
         """Makes these the router's workers, and waits until the router has joined all of them and no other one."""

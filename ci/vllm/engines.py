@@ -71,6 +71,12 @@ def free_port():
 
 
 class Engine:
+    # The value of Tandem's --engine.
+    kind = "vllm"
+    script = "ci/vllm.sh"
+    block_size = BLOCK_SIZE
+    address_space_bytes = ADDRESS_SPACE_BYTES
+
     def __init__(self, name, folder, run, layout):
         self.name, self.folder, self.run, self.layout = name, Path(folder).absolute(), Path(run).absolute(), layout
         self.port, self.side_channel = free_port(), free_port()
@@ -124,7 +130,7 @@ class Engine:
         assert self.process is None, f"{self.name} runs already"
 
         def limits():
-            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+            resource.setrlimit(resource.RLIMIT_AS, (self.address_space_bytes, self.address_space_bytes))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             # After the first transfer, a thread of NIXL polls without a pause in each engine. On two processors, the routers and the client would hardly run.
             os.nice(ENGINE_NICE)
@@ -133,7 +139,7 @@ class Engine:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             own = {"env": self.environment(), "cwd": self.run, "start_new_session": True, "preexec_fn": limits}
             self.process = subprocess.Popen(self.command(), **streams, **own)
-        # ci/vllm.sh kills the process groups named in these files if this program cannot.
+        # The shell script kills the process groups named in these files if this program cannot.
         (self.run / f"{self.name}.group").write_text(f"{self.process.pid}\n")
 
     def wait(self):
@@ -241,6 +247,12 @@ class Engine:
         assert status == 200, f"{self.name} answered {status}: {answer}"
         return answer
 
+    def tokenize(self, messages):
+        """Returns the token ids of a conversation, in the engine's chat template."""
+        status, answer = self.post("/tokenize", {"model": MODEL, "messages": messages})
+        assert status == 200, answer
+        return answer["tokens"]
+
     def event_sources(self):
         """Returns the addresses at which the engine publishes its KV events and replays them."""
         source = self.get("/kv_event_sources")["0"]
@@ -254,10 +266,10 @@ class Engine:
 class Engines:
     """The engines of a layout, by name; at the end of the `with` block they are ended."""
 
-    def __init__(self, layout, folder, run):
+    def __init__(self, layout, folder, run, engine=Engine):
         self.layout, self.run = layout, Path(run)
         self.run.mkdir(parents=True, exist_ok=True)
-        self.by_name = {name: Engine(name, folder, run, layout) for name in layout.engines}
+        self.by_name = {name: engine(name, folder, run, layout) for name in layout.engines}
 
     def __enter__(self):
         needed, available = MEMORY_PER_ENGINE_BYTES * len(self.by_name), memory_available()
@@ -303,29 +315,30 @@ def memory_available():
     return 0
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Starts two vLLM engines and ends them at Ctrl-C.")
+def main(layouts=LAYOUTS, engine=Engine):
+    parser = argparse.ArgumentParser(description="Starts engines and ends them at Ctrl-C.")
     parser.add_argument("folder")
     parser.add_argument("run")
-    parser.add_argument("layout", choices=LAYOUTS)
-    parser.add_argument("--dev", action="store_true", help="vLLM's development endpoints, such as POST /reset_prefix_cache")
+    parser.add_argument("layout", choices=layouts)
+    if engine is Engine:
+        parser.add_argument("--dev", action="store_true", help="vLLM's development endpoints, such as POST /reset_prefix_cache")
     arguments = parser.parse_args()
-    layout = LAYOUTS[arguments.layout]
-    if arguments.dev:
+    layout = layouts[arguments.layout]
+    if getattr(arguments, "dev", False):
         layout = Layout(layout.engines, layout.transfer, dev=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     try:
-        with Engines(layout, arguments.folder, arguments.run) as engines:
-            for engine in engines:
-                events, replay = engine.event_sources()
-                print(f"{engine.name}: {engine.url}  events {events}  replay {replay}  log {engine.log}", flush=True)
+        with Engines(layout, arguments.folder, arguments.run, engine) as engines:
+            for one in engines:
+                events, replay = one.event_sources()
+                print(f"{one.name}: {one.url}  events {events}  replay {replay}  log {one.log}", flush=True)
             print(f"press Ctrl-C to stop the engines; they stop by themselves after {LIFETIME_SECONDS // 60} minutes", flush=True)
-            while all(engine.process.poll() is None for engine in engines):
+            while all(one.process.poll() is None for one in engines):
                 time.sleep(0.5)
-            raise EngineFailed("an engine ended:\n" + "\n".join(engine.log_end() for engine in engines if engine.process.poll() is not None))
+            raise EngineFailed("an engine ended:\n" + "\n".join(one.log_end() for one in engines if one.process.poll() is not None))
     except EngineFailed as error:
-        sys.exit(f"ci/vllm.sh: {error}")
+        sys.exit(f"{engine.script}: {error}")
     except KeyboardInterrupt:
         pass
 

@@ -1,4 +1,4 @@
-"""vLLM's KV events over ZMQ: the replay of all batches, and the blocks that an engine has in its prefix cache after them."""
+"""KV events of vLLM and SGLang over ZMQ: the replay of all batches, and the blocks that an engine has in its prefix cache after them."""
 
 import struct
 from dataclasses import dataclass
@@ -34,6 +34,13 @@ def replay(endpoint, start=0):
     raise TimeoutError(f"no end of the replay from {endpoint} within {TIMEOUT_MS / 1000:.0f} s")
 
 
+def keys(event):
+    """Returns what separates each of the event's blocks from others with the same tokens, such as a salt."""
+    if "cache_salt" in event:
+        return [(event["cache_salt"],)] * len(event["block_hashes"])
+    return [tuple(of_block or ()) for of_block in event.get("extra_keys") or [None] * len(event.get("block_hashes", ()))]
+
+
 def cache(batches):
     """Returns the blocks in the engine's device cache after these batches, by engine hash. The batches must start with the first one."""
     blocks = {}
@@ -43,10 +50,9 @@ def cache(batches):
             if event["type"] == "AllBlocksCleared":
                 blocks.clear()
             elif event["medium"] == "GPU" and event["type"] == "BlockStored":
-                parent, size = event["parent_block_hash"], event["block_size"]
+                parent, size, extra_keys = event["parent_block_hash"], event["block_size"], keys(event)
                 for index, block_hash in enumerate(event["block_hashes"]):
-                    keys = tuple((event.get("extra_keys") or [None] * len(event["block_hashes"]))[index] or ())
-                    blocks[block_hash] = Block(parent, tuple(event["token_ids"][index * size : (index + 1) * size]), keys)
+                    blocks[block_hash] = Block(parent, tuple(event["token_ids"][index * size : (index + 1) * size]), extra_keys[index])
                     parent = block_hash
             elif event["medium"] == "GPU" and event["type"] == "BlockRemoved":
                 for block_hash in event["block_hashes"]:
@@ -58,13 +64,13 @@ def chains(blocks):
     """Returns, for each cached block whose ancestors are cached, all tokens of the chain up to it and the keys of its first block."""
     found = set()
     for block in blocks.values():
-        tokens, keys = [], ()
+        tokens, extra_keys = [], ()
         while block is not None:
             tokens.append(block.token_ids)
-            keys, parent = block.extra_keys, block.parent
+            extra_keys, parent = block.extra_keys, block.parent
             block = blocks.get(parent) if parent is not None else None
             if block is None and parent is not None:
                 break
         else:
-            found.add((tuple(token for part in reversed(tokens) for token in part), keys))
+            found.add((tuple(token for part in reversed(tokens) for token in part), extra_keys))
     return found

@@ -23,12 +23,15 @@ ANSWER_TOKENS = 6
 IDLE_SECONDS = 10
 
 
-class VllmRouter:
-    """vLLM's router; leaving the `with` block ends it."""
+COLUMNS = ("engines", "router", "requests", "prompt tokens", "cached", "share", "TTFT p50", "p99", "router's CPU a request", "idle, a second")
 
-    def __init__(self, stage, name, *arguments):
-        port, program = free_port(), Path(sys.executable).with_name("vllm-router")
-        command = [program, "--host", "127.0.0.1", "--port", port, "--prometheus-port", free_port(), *arguments]
+
+class OtherRouter:
+    """An engine's own router; leaving the `with` block ends it."""
+
+    def __init__(self, stage, name, program, *arguments):
+        port = free_port()
+        command = [*program, "--host", "127.0.0.1", "--port", port, "--prometheus-port", free_port(), *arguments]
         self.process, self.client = Process(name, command, stage.folder), Client(f"127.0.0.1:{port}")
 
     def __enter__(self):
@@ -79,6 +82,20 @@ def cached_tokens(answer):
     return ((answer.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
+def measure(table, mode, systems):
+    """Asks all systems alternately, and adds a row for each. `systems`: client and process of each, by name."""
+    before = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
+    received = ask_alternately({system: client for system, (client, _) in systems.items()}, mode)
+    used = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
+    time.sleep(IDLE_SECONDS)
+    for system, (_, process) in systems.items():
+        got, cpu, idle = received[system], used[system] - before[system], (process.cpu_seconds() - used[system]) / IDLE_SECONDS
+        prompt, cached = sum(answer.prompt_tokens for answer in got), sum(map(cached_tokens, got))
+        ttfts = statistics.quantiles((answer.ttft_s for answer in got), n=100, method="inclusive")
+        figures = [f"{ttfts[49]:.2f} s", f"{ttfts[98]:.2f} s", f"{cpu / len(got) * 1e3:.1f} ms", f"{idle * 1e3:.1f} ms"]
+        table.row(mode, system, len(got), prompt, cached, f"{cached / prompt:.3f}", *figures)
+
+
 def scenario(stage):
     prefill, decode = stage.engines["prefill"], stage.engines["decode"]
     both = ("--worker-urls", prefill.url, decode.url)
@@ -90,23 +107,14 @@ def scenario(stage):
             {"cache_aware": ["--policy", "cache_aware", "--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url]},
         ),
     }
-    columns = ("engines", "router", "requests", "prompt tokens", "cached", "share", "TTFT p50", "p99", "router's CPU a request", "idle, a second")
-    table = Table(*columns)
+    table = Table(*COLUMNS)
+    program = [Path(sys.executable).with_name("vllm-router")]
     for mode, (engines, flags, policies) in modes.items():
         name = mode.replace("/", "")
         with Tandem(stage) as tandem, ExitStack() as stack:
             client = tandem.up(f"compare-{name}", *engines, *flags)
             systems = {"tandem": (client, tandem.processes[f"compare-{name}"])}
             for policy, arguments in policies.items():
-                router = stack.enter_context(VllmRouter(stage, f"vllm-router-{name}-{policy}", *arguments))
+                router = stack.enter_context(OtherRouter(stage, f"vllm-router-{name}-{policy}", program, *arguments))
                 systems[f"vllm-router {policy}"] = (router.client, router.process)
-            before = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
-            received = ask_alternately({system: client for system, (client, _) in systems.items()}, mode)
-            used = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
-            time.sleep(IDLE_SECONDS)
-            for system, (_, process) in systems.items():
-                got, cpu, idle = received[system], used[system] - before[system], (process.cpu_seconds() - used[system]) / IDLE_SECONDS
-                prompt, cached = sum(answer.prompt_tokens for answer in got), sum(map(cached_tokens, got))
-                ttfts = statistics.quantiles((answer.ttft_s for answer in got), n=100, method="inclusive")
-                figures = [f"{ttfts[49]:.2f} s", f"{ttfts[98]:.2f} s", f"{cpu / len(got) * 1e3:.1f} ms", f"{idle * 1e3:.1f} ms"]
-                table.row(mode, system, len(got), prompt, cached, f"{cached / prompt:.3f}", *figures)
+            measure(table, mode, systems)

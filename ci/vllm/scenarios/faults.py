@@ -117,9 +117,8 @@ class Faults:
     def decode_engine_restarts(self, prompts, expected):
         self.decode.wait()
         self.pair()
-        status, answer = self.prefill.post("/tokenize", {"messages": [{"role": "user", "content": prompts[0]}]})
-        assert status == 200, answer
-        overlap = self.client.explain([[*answer["tokens"], 1]])[0]["decode-0"]["overlap_blocks"]
+        tokens = self.prefill.tokenize([{"role": "user", "content": prompts[0]}])
+        overlap = self.client.explain([[*tokens, 1]])[0]["decode-0"]["overlap_blocks"]
         assert overlap == 0, f"{overlap} blocks of the former engine are predicted"
         answers = together([lambda prompt=prompt: self.client.ask("chat", prompt, max_tokens=STREAM_TOKENS) for prompt in prompts])
         predicted = self.router.metric("tandem_router_overlap_over_tokens_total", worker="decode-0")

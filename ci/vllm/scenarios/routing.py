@@ -11,7 +11,7 @@ import statistics
 import kv_events
 from client import Table, prose, together, wait_until
 from cluster import Tandem
-from engines import BLOCK_SIZE, LAYOUTS
+from engines import LAYOUTS
 
 LAYOUT = LAYOUTS["p+d"]
 DOCUMENTS, QUESTIONS = 8, 5
@@ -38,18 +38,16 @@ def possible(engine, name):
     for document in range(DOCUMENTS):
         earlier = []
         for question in range(QUESTIONS):
-            status, answer = engine.post("/tokenize", {"messages": conversation(name, document, question)})
-            assert status == 200, answer
-            tokens = answer["tokens"]
+            tokens = engine.tokenize(conversation(name, document, question))
             total += len(tokens)
-            cached += max((common(tokens, other) for other in earlier), default=0)
+            cached += max((common(tokens, other, engine.block_size) for other in earlier), default=0)
             earlier.append(tokens)
     return total, cached
 
 
-def common(tokens, other):
+def common(tokens, other, block_size):
     equal = next((at for at, (one, two) in enumerate(zip(tokens, other)) if one != two), min(len(tokens), len(other)))
-    return min(equal, len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    return min(equal, len(tokens) - 1) // block_size * block_size
 
 
 def ask_all(client, name):
@@ -66,7 +64,7 @@ def prefixes(engine):
     """Returns the beginnings of prompts that the engine has cached for the running cluster, in Tandem's blocks, and the number of all blocks with
     a salt of Tandem's. The cluster's own salt is the last one in the engine's events. Earlier clusters had other keys, and so other salts."""
     batches = kv_events.replay(engine.event_sources()[1])
-    salts = [tuple(keys) for _, events in batches for event in events for keys in event.get("extra_keys") or () if keys and len(keys[0]) == 80]
+    salts = [keys for _, events in batches for event in events for keys in kv_events.keys(event) if keys and len(keys[0]) == 80]
     beginnings = {
         (salt, tokens[:end])
         for tokens, salt in kv_events.chains(kv_events.cache(batches))
