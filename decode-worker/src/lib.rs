@@ -16,6 +16,7 @@ mod memory;
 mod prefill;
 mod pull;
 mod remote;
+mod room;
 mod service;
 mod worker;
 
@@ -98,6 +99,8 @@ pub async fn run(
             Receiving::Transfers(transfers)
         }
         KvExchange::Handles { .. } => Receiving::Handles(Handles::new(network.key().hash_key())),
+        KvExchange::Rooms { address: Some(_), .. } => return Err(WorkerError::OnlyPrompts.into()),
+        KvExchange::Rooms { address: None, .. } => Receiving::Rooms(network.key().hash_key()),
         KvExchange::None => Receiving::None,
     };
     let worker = DecodeWorker {

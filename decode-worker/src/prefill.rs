@@ -6,9 +6,9 @@ use tandem_proto::{
     channel::{Channels, MESSAGE_BYTES_MAX, has_ended, status_text},
     unknown_message,
     v1::{
-        Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket,
-        TransferCapabilities, Waiting, WorkerRef, generate_reply, prefill_client::PrefillClient, prefill_reply,
-        prefill_request::Message,
+        Failure, FailureReason, KvHandle, KvPulled, KvRoom, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled,
+        Submitted, Ticket, TransferCapabilities, Waiting, WorkerRef, generate_reply, prefill_client::PrefillClient,
+        prefill_reply, prefill_request::Message,
     },
 };
 use tokio::sync::mpsc;
@@ -27,8 +27,10 @@ pub(crate) struct RemotePrefill {
 pub(crate) enum PrefillNews {
     /// The prompt waits in the prefill worker's queue, whose engine makes progress.
     Waiting,
-    /// The prompt has left the prefill worker's queue; `Scheduled` follows.
-    Submitted,
+    /// The prompt has left the prefill worker's queue; `Scheduled` follows. The address of the room is empty if there is none.
+    Submitted {
+        room_address: String,
+    },
     Scheduled(Scheduled),
     Handle(KvHandle),
     Done(PrefillDone),
@@ -41,7 +43,7 @@ impl RemotePrefill {
         let WorkerRef { instance_id, address, .. } = prefill;
         let lost = || DecodeEnd::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
-        // The channel has capacity for all messages that are sent: the start, then either the ticket or the report that the KV was pulled.
+        // The channel has capacity for all messages that are sent: the start, then the ticket, the room, or the report that the KV was pulled.
         let (requests, receiver) = mpsc::channel(2);
         requests.try_send(PrefillRequest { message: Some(Message::Start(start)) }).map_err(|_| lost())?;
         let replies = PrefillClient::new(channel)
@@ -88,7 +90,9 @@ impl RemotePrefill {
             })?;
             return match reply.ok_or_else(|| self.lost())?.message {
                 Some(prefill_reply::Message::Waiting(_)) => Ok(PrefillNews::Waiting),
-                Some(prefill_reply::Message::Submitted(_)) => Ok(PrefillNews::Submitted),
+                Some(prefill_reply::Message::Submitted(Submitted { room_address })) => {
+                    Ok(PrefillNews::Submitted { room_address })
+                }
                 Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(PrefillNews::Scheduled(scheduled)),
                 Some(prefill_reply::Message::KvHandle(handle)) => Ok(PrefillNews::Handle(handle)),
                 Some(prefill_reply::Message::Done(done)) => Ok(PrefillNews::Done(done)),
@@ -108,6 +112,10 @@ impl RemotePrefill {
     pub(crate) fn send_ticket(&self, ticket: Ticket) {
         // Sending fails only if the stream is broken, which `next` reports.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
+    }
+
+    pub(crate) fn send_room(&self, room: KvRoom) {
+        let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Room(room)) });
     }
 
     pub(crate) fn confirm_pulled(&self) {

@@ -14,9 +14,10 @@ use crate::{
     worker::{DecodeWorker, RemotePrompt, in_queue},
 };
 use futures::FutureExt;
+use std::time::Duration;
 use tandem_engine::{Event, Generate, KvSource};
 use tandem_kv::prompt_digest;
-use tandem_proto::v1::{self, PrefillDone, generate_reply::Message};
+use tandem_proto::v1::{self, PrefillDone, PrefillStart, WorkerRef, generate_reply::Message};
 use tandem_worker::Job;
 use tokio::time::{Instant, timeout_at};
 
@@ -32,13 +33,8 @@ pub(crate) async fn run(
     let generate = Generate { kv: KvSource::Handle, ..generate };
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
     let culprit = prefill.instance_id.clone();
-    let mut job = worker.generate(generate, wait_until).await?;
-    match in_queue(wait_until, worker.first_event(start_within, job.next(), client)).await? {
-        Some(Event::Submitted) => {}
-        other => return Err(ended(other, &worker.common.info.instance_id)),
-    }
-    let begin = RemotePrefill::begin(&worker.channels, prefill, start, start_within, client);
-    let (mut prefill, first) = in_queue(wait_until, begin).await?;
+    let limits = PlaceLimits { start_within, wait_until };
+    let (mut job, mut prefill, first) = limits.places(worker, generate, (prefill, start), client).await?;
     let deadline = Instant::now() + worker.receive_timeout;
     let pulling = async {
         let handle = handle(&mut *job, &mut prefill, first, client).await?;
@@ -67,6 +63,37 @@ pub(crate) async fn run(
     Ok(())
 }
 
+/// How long an attempt waits for its places.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct PlaceLimits {
+    /// The time within which the prefill must begin; `None` sets no limit.
+    pub(crate) start_within: Option<Duration>,
+    /// The time until which the request may wait in the queue; `None` sets no limit.
+    pub(crate) wait_until: Option<Instant>,
+}
+
+impl PlaceLimits {
+    /// Waits for a place in this worker's engine, and then in the prefill worker's. Returns both halves, and the prefill worker's first message after
+    /// the wait.
+    pub(crate) async fn places(
+        self,
+        worker: &DecodeWorker,
+        generate: Generate,
+        (prefill, start): (WorkerRef, PrefillStart),
+        client: &ClientStream,
+    ) -> Result<(Box<dyn Job>, RemotePrefill, PrefillNews), DecodeEnd> {
+        let Self { start_within, wait_until } = self;
+        let mut job = worker.generate(generate, wait_until).await?;
+        match in_queue(wait_until, worker.first_event(start_within, job.next(), client)).await? {
+            Some(Event::Submitted) => {}
+            other => return Err(ended(other, &worker.common.info.instance_id)),
+        }
+        let begin = RemotePrefill::begin(&worker.channels, prefill, start, start_within, client);
+        let (prefill, first) = in_queue(wait_until, begin).await?;
+        Ok((job, prefill, first))
+    }
+}
+
 /// Waits for the prefill worker's handle. Meanwhile forwards that worker's count of cached tokens to the client.
 async fn handle(
     job: &mut dyn Job,
@@ -77,7 +104,7 @@ async fn handle(
     let (mut reply, mut scheduled) = (first, false);
     loop {
         match reply {
-            PrefillNews::Waiting | PrefillNews::Submitted => {}
+            PrefillNews::Waiting | PrefillNews::Submitted { .. } => {}
             PrefillNews::Scheduled(message) if !scheduled => {
                 client.send(Message::Scheduled(message)).await?;
                 scheduled = true;
@@ -94,7 +121,8 @@ async fn handle(
     }
 }
 
-fn ended(event: Option<Event>, prefill: &str) -> DecodeEnd {
+/// Returns the reason for which an event of this worker's job ends an attempt before its KV has arrived.
+pub(crate) fn ended(event: Option<Event>, prefill: &str) -> DecodeEnd {
     match event {
         Some(Event::PullFailed) => DecodeEnd::NotPulled { prefill: prefill.to_owned() },
         Some(Event::Refused(refusal)) => refusal.into(),

@@ -9,7 +9,7 @@ use crate::{
     failure::DecodeEnd,
     forward::forward,
     prefill::{PrefillNews, RemotePrefill},
-    pull,
+    pull, room,
     worker::{DecodeWorker, Receiving, RemotePrompt, in_queue},
 };
 use std::{convert::Infallible, future::pending};
@@ -25,7 +25,7 @@ use tokio::time::Instant;
 pub(crate) async fn run(
     worker: &DecodeWorker,
     request: DecodeRequest,
-    prefill: WorkerRef,
+    (prefill, sampling): (WorkerRef, Option<v1::Sampling>),
     client: &ClientStream,
 ) -> Result<(), DecodeEnd> {
     if !prefill.has_signed_address(Role::Prefill, worker.channels.network().key()) {
@@ -44,11 +44,14 @@ pub(crate) async fn run(
         cache_namespace: generate.namespace.as_bytes().to_vec(),
         account: generate.account.clone(),
         priority: Some(generate.priority.into()),
+        sampling,
+        ..PrefillStart::default()
     };
     let remote = RemotePrompt { request, start, prefill, waiting };
     match &worker.receiving {
         Receiving::Transfers(transfers) => run_with_transfers(worker, transfers, remote, client).await,
         Receiving::Handles(handles) => pull::run(worker, handles, remote, client).await,
+        Receiving::Rooms(hash_key) => room::run(worker, hash_key, remote, client).await,
         Receiving::None => Err(DecodeEnd::NoKvExchange),
     }
 }
@@ -67,7 +70,7 @@ async fn run_with_transfers(
     let scheduled = match first {
         PrefillNews::Scheduled(scheduled) => scheduled,
         PrefillNews::Failure(failure) => return Err(DecodeEnd::Prefill(failure)),
-        PrefillNews::Waiting | PrefillNews::Submitted | PrefillNews::Handle(_) | PrefillNews::Done(_) => {
+        PrefillNews::Waiting | PrefillNews::Submitted { .. } | PrefillNews::Handle(_) | PrefillNews::Done(_) => {
             return Err(prefill.lost());
         }
     };
@@ -158,7 +161,9 @@ async fn receive(
                     return Err(DecodeEnd::NoBlocks);
                 }
                 PrefillNews::Failure(failure) => return Err(DecodeEnd::Prefill(failure)),
-                PrefillNews::Waiting | PrefillNews::Submitted | PrefillNews::Scheduled(_) | PrefillNews::Handle(_) => return Err(prefill.lost()),
+                PrefillNews::Waiting | PrefillNews::Submitted { .. } | PrefillNews::Scheduled(_) | PrefillNews::Handle(_) => {
+                    return Err(prefill.lost());
+                }
             },
             Err(overdue) = &mut overdue, if negotiated.is_none() => return Err(overdue),
             () = tokio::time::sleep_until(received_by) => {

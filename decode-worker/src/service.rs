@@ -7,7 +7,7 @@ use crate::{
     failure::DecodeEnd,
     forward::{LateCount, forward, forward_late},
     remote,
-    worker::{DecodeWorker, in_queue},
+    worker::{DecodeWorker, Receiving, in_queue},
 };
 use std::sync::Arc;
 use tandem_engine::Event;
@@ -72,11 +72,13 @@ impl DecodeWorker {
         if shutdown.is_draining() {
             return Err(DecodeEnd::Draining);
         }
+        // Only an engine that meets others in rooms lets them sample the first token.
+        let for_prefill = matches!(self.receiving, Receiving::Rooms(_)).then(|| request.sampling.clone()).flatten();
         let request = DecodeRequest::check(request, backend.info().vocab_size)?;
         self.common.model_of(&request.generate.namespace)?;
         match request.prefill.clone() {
             None => self.local(request, client).await,
-            Some(prefill) => remote::run(self, request, prefill, client).await,
+            Some(prefill) => remote::run(self, request, (prefill, for_prefill), client).await,
         }
     }
 

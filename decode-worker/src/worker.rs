@@ -3,6 +3,7 @@
 use crate::{client::ClientStream, convert::DecodeRequest, failure::DecodeEnd, finishing::Finishing, handles::Handles};
 use std::time::Duration;
 use tandem_engine::Generate;
+use tandem_kv::HashKey;
 use tandem_proto::{
     channel::Channels,
     v1::{PrefillStart, Waiting, WorkerRef, generate_reply::Message},
@@ -30,6 +31,8 @@ pub(crate) enum Receiving {
     Transfers(ReceivePaths),
     /// The engine pulls the KV of each prompt with a handle.
     Handles(Handles),
+    /// The engine receives the KV of each prompt in a room. The hash key is that of the prompt digest.
+    Rooms(HashKey),
     /// The worker receives no KV.
     None,
 }

@@ -81,6 +81,8 @@ pub(crate) async fn submit(worker: &PrefillWorker, start: &mut PrefillStart) -> 
     if start.prompt.iter().any(|token| usize::try_from(*token).map_or(true, |token| token >= vocab_size)) {
         return Err(PrefillEnd::UnknownToken);
     }
+    let sampling = start.sampling.take().map(|wire| tandem_worker::sampling(wire, vocab_size)).transpose()?;
+    let first_token = sampling.map(|sampling| Box::new(sampling.of_sample(start.sample, start.generated)));
     let namespace = Namespace::from_bytes(&start.cache_namespace);
     let model = worker.common.model_of(&namespace)?;
     let prefill = Prefill {
@@ -89,9 +91,13 @@ pub(crate) async fn submit(worker: &PrefillWorker, start: &mut PrefillStart) -> 
         priority: start.priority.unwrap_or_default().into(),
         namespace: namespace.clone(),
         prompt: std::mem::take(&mut start.prompt),
+        first_token,
     };
     let prompt = u32::try_from(prefill.prompt.len()).unwrap_or(u32::MAX);
     let job = backend.prefill(prefill).await?;
+    if start.is_counted_elsewhere {
+        return Ok(CountedJob::uncounted(job, &worker.common));
+    }
     let PrefillStart { request_id, attempt, account, .. } = &*start;
     let prompt = ScheduledPrompt { request_id, attempt: *attempt, model, account, prompt, cached: None };
     Ok(CountedJob::new(job, &worker.common, prompt))

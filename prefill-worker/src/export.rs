@@ -46,7 +46,7 @@ pub(crate) async fn export(
         };
         match event {
             Some(Event::Submitted) => {
-                replies.send(PrefillReply { message: Some(prefill_reply::Message::Submitted(Submitted {})) }).await?;
+                replies.send(PrefillReply { message: Some(prefill_reply::Message::Submitted(Submitted::default())) }).await?;
             }
             Some(Event::Scheduled { cached }) => {
                 send_scheduled(worker, cached, replies, span).await?;

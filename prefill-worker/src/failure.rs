@@ -6,7 +6,7 @@ use tandem_proto::{
     v1::{Failure, FailureReason},
 };
 use tandem_transfer::{TicketError, TransferError};
-use tandem_worker::{Disconnected, NotServed};
+use tandem_worker::{Disconnected, InvalidSampling, NotServed};
 use tonic::Status;
 
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +24,8 @@ pub(crate) enum PrefillEnd {
     #[error("a token id of the prompt is not in the model's vocabulary")]
     UnknownToken,
     #[error(transparent)]
+    Sampling(#[from] InvalidSampling),
+    #[error(transparent)]
     NotServed(#[from] NotServed),
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -31,6 +33,10 @@ pub(crate) enum PrefillEnd {
     HandleExpired,
     #[error("the decode worker sent no ticket for the prompt's KV in time; try again (the prompt's blocks stay cached)")]
     NoTicket,
+    #[error("the decode worker named no room for the prompt's KV in time; try again")]
+    NoRoom,
+    #[error("the prompts of the decode worker and of the prefill worker differ; try again")]
+    OtherPrompt,
     #[error("the transfer of the prompt's KV to the decode worker failed; try again: {0}")]
     Transfer(#[from] TransferError),
     #[error("the engine failed; try another worker")]
@@ -45,7 +51,9 @@ pub(crate) enum PrefillEnd {
 pub(crate) enum Protocol {
     #[error("the stream's first message must be `start`, and must be sent immediately")]
     MissingStart,
-    #[error("after `start`, the stream may have only one more message: `ticket`, or `pulled` for a KV handle")]
+    #[error("`start` must have `sampling`, because this worker's engine samples the first token of the answer")]
+    MissingSampling,
+    #[error("after `start`, the stream may have only one more message: `ticket`, `room`, or `pulled` for a KV handle")]
     UnexpectedMessage,
     #[error("the ticket names a block twice, or one that the prompt does not have")]
     UnknownBlock,
@@ -79,17 +87,18 @@ impl PrefillEnd {
                 FailureReason::WrongInstance
             }
             Self::Draining => FailureReason::Draining,
-            Self::NoTicket | Self::HandleExpired => FailureReason::Timeout,
+            Self::NoTicket | Self::NoRoom | Self::HandleExpired => FailureReason::Timeout,
             Self::Refused(Refusal::Full) => FailureReason::AtCapacity,
             Self::Refused(Refusal::Unsupported(_))
             | Self::TooLong
             | Self::UnknownToken
+            | Self::Sampling(_)
             | Self::NotServed(_)
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => FailureReason::InvalidRequest,
             // The engine has not run this request, so the request is not the cause.
-            Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => FailureReason::Unspecified,
+            Self::OtherPrompt | Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => FailureReason::Unspecified,
             Self::Engine | Self::Hung => FailureReason::EngineFailed,
             Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => FailureReason::PrefillLost,
         };

@@ -7,6 +7,7 @@
 mod attempt;
 mod export;
 mod failure;
+mod room;
 mod service;
 
 use service::PrefillService;
@@ -26,7 +27,7 @@ use tonic::service::Routes;
 pub struct PrefillWorkerSettings {
     /// The settings that prefill workers and decode workers have in common.
     pub worker: WorkerSettings,
-    /// The time within which a prompt's ticket must arrive after its prefill has started. Without a ticket the prompt's blocks are released.
+    /// The time within which a prompt's ticket or room must arrive after its prefill has started. Without one, the prompt's blocks are released.
     pub ticket_wait: Duration,
     /// The transfer paths that the worker may use.
     pub transfer_mode: TransferMode,
@@ -44,6 +45,8 @@ enum KvSending {
     Transfers(SendPaths),
     /// A handle for the prompt's KV is sent. `hash_key` is the key of the prompt digest that the handle carries.
     Handles { hash_key: HashKey },
+    /// The engine sends the KV in a room, at `address`. `hash_key` is the key of the prompt digest that the decode worker sends.
+    Rooms { hash_key: HashKey, address: String },
 }
 
 /// Serves `Prefill` and `Control` until the process drains and every request has ended.
@@ -75,7 +78,10 @@ pub async fn run(
             }))
         }
         KvExchange::Handles { .. } => KvSending::Handles { hash_key: listener.network().key().hash_key() },
-        KvExchange::None => return Err(WorkerError::NoKvExchange),
+        KvExchange::Rooms { address: Some(address), .. } => {
+            KvSending::Rooms { hash_key: listener.network().key().hash_key(), address: address.to_owned() }
+        }
+        KvExchange::None | KvExchange::Rooms { address: None, .. } => return Err(WorkerError::NoKvExchange),
     };
     let service = PrefillService(Arc::new(PrefillWorker { common: common.clone(), sending, ticket_wait }));
     let service = PrefillServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX);

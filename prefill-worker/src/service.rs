@@ -5,6 +5,7 @@ use crate::{
     attempt::attempt,
     export::export,
     failure::{LastMessage, PrefillEnd, Protocol},
+    room,
 };
 use std::{sync::Arc, time::Duration};
 use tandem_process::trace::Span;
@@ -55,6 +56,9 @@ impl PrefillWorker {
                 match &self.sending {
                     KvSending::Transfers(transfers) => attempt(self, transfers, start, messages, &replies, &span).await,
                     KvSending::Handles { hash_key } => export(self, hash_key, start, messages, &replies, &span).await,
+                    KvSending::Rooms { hash_key, address } => {
+                        room::send(self, (hash_key, address), start, messages, &replies, &span).await
+                    }
                 }
             } => ended,
             () = self.common.backend.hung() => Err(PrefillEnd::Hung),

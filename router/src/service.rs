@@ -399,14 +399,14 @@ fn failure(error: PlacementError) -> Failure {
             NoEligibleWorker::NoDecodeWorker
             | NoEligibleWorker::NoPrefillWorker
             | NoEligibleWorker::NoCommonFamily
+            | NoEligibleWorker::NoPartner
             | NoEligibleWorker::AllFailed,
         )
         | PlacementError::NoWorkerOfModel
         | PlacementError::TooManyAttempts => FailureReason::NoWorker,
         PlacementError::TooManyBookings => FailureReason::AtCapacity,
-        PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong) | PlacementError::NoModelNamed => {
-            FailureReason::InvalidRequest
-        }
+        PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong | NoEligibleWorker::NoPromptLogprobs)
+        | PlacementError::NoModelNamed => FailureReason::InvalidRequest,
         PlacementError::Overloaded { .. } => FailureReason::Overloaded,
     };
     let retry_after_ms = match error {

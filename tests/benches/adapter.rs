@@ -17,7 +17,10 @@ use futures::{
 use serde::Deserialize;
 use serde_json::json;
 use std::{fs, net::SocketAddr, time::Duration};
-use tandem_adapter::vllm::{KvEvents, VllmSettings, connect};
+use tandem_adapter::{
+    kv_events::KvEvents,
+    vllm::{VllmSettings, connect},
+};
 use tandem_kv::{HashKey, Namespace};
 use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{

@@ -2,6 +2,7 @@
 #![allow(clippy::missing_errors_doc, reason = "an error of a helper fails the test that calls it")]
 
 pub mod fake_llama_cpp;
+pub mod fake_sglang;
 pub mod fake_vllm;
 pub mod schemas;
 pub mod services;

@@ -10,7 +10,7 @@ use std::{
 };
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_devices::sim::SimSettings;
-use tandem_engine::{EngineHandle, EngineSettings};
+use tandem_engine::EngineSettings;
 use tandem_frontend::FrontendSettings;
 use tandem_grammar::Vocabulary;
 use tandem_kv::HashKey;
@@ -44,7 +44,7 @@ pub struct Services {
 
 impl Services {
     /// Starts a prefill worker whose transfers take the simulated time that `sim` determines. Returns the worker's address.
-    pub async fn prefill_worker(&self, worker: WorkerSettings, engine: EngineHandle, sim: &SimSettings) -> Result<SocketAddr> {
+    pub async fn prefill_worker(&self, worker: WorkerSettings, engine: impl Backend, sim: &SimSettings) -> Result<SocketAddr> {
         let (listener, address) = listener().await?;
         let transfer_mode = TransferMode::Simulated { block: sim.block_transfer() };
         let settings = PrefillWorkerSettings { worker, ticket_wait: TIMEOUT, transfer_mode };

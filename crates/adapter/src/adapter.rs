@@ -7,12 +7,27 @@ use tandem_grammar::Kind;
 use tandem_worker::{Backend, CacheWatch, Job, KvExchange};
 use tokio::sync::watch;
 
+/// How an engine exchanges KV with other engines, as in [`KvExchange`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum EngineExchange {
+    /// It does not.
+    None,
+    /// Engines of this family pull KV from each other.
+    Handles(Arc<str>),
+    /// The engine computes one half of each request.
+    Rooms {
+        family: Arc<str>,
+        /// Where engines meet this one, if it computes prompts.
+        address: Option<Arc<str>>,
+    },
+}
+
 /// The back end of a worker whose engine is another process, which it calls over the network. It is cheap to clone.
 #[derive(Clone)]
 pub struct Adapter {
     pub(crate) shared: Arc<AdapterState>,
     pub(crate) api: Arc<dyn Api>,
-    pub(crate) family: Option<Arc<str>>,
+    pub(crate) exchange: EngineExchange,
     pub(crate) loras: Arc<[String]>,
     pub(crate) hung: watch::Receiver<bool>,
 }
@@ -40,13 +55,17 @@ impl Backend for Adapter {
             ));
         }
         let supported = match generate.kv {
-            KvSource::Local => true,
-            KvSource::Handle => self.family.is_some(),
+            KvSource::Local => !matches!(self.exchange, EngineExchange::Rooms { .. }),
+            KvSource::Handle => matches!(self.exchange, EngineExchange::Handles(_) | EngineExchange::Rooms { address: None, .. }),
             KvSource::Remote => false,
         };
         if !supported {
             return Err(Refusal::Unsupported(
-                "this worker's engine cannot receive KV from the worker that prefills the prompt".into(),
+                match generate.kv {
+                    KvSource::Local => "this worker's engine runs with --disaggregation-mode and computes only one half of a request; the request needs a prefill and a decode worker",
+                    KvSource::Handle | KvSource::Remote => "this worker's engine cannot receive KV from the worker that prefills the prompt",
+                }
+                .into(),
             ));
         }
         Ok(Box::new(job::generate(&self.shared, &self.api, generate)?))
@@ -65,7 +84,11 @@ impl Backend for Adapter {
     }
 
     fn kv_exchange(&self) -> KvExchange<'_> {
-        self.family.as_deref().map_or(KvExchange::None, |family| KvExchange::Handles { family })
+        match &self.exchange {
+            EngineExchange::None => KvExchange::None,
+            EngineExchange::Handles(family) => KvExchange::Handles { family },
+            EngineExchange::Rooms { family, address } => KvExchange::Rooms { family, address: address.as_deref() },
+        }
     }
 
     fn assumes_cache(&self) -> bool {

@@ -3,7 +3,7 @@
 use crate::http::HttpError;
 use futures::stream::BoxStream;
 use std::borrow::Cow;
-use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
+use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprob, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 use tandem_process::retry::error_chain;
 
@@ -18,11 +18,13 @@ pub(crate) trait Api: Send + Sync + 'static {
         Ok(())
     }
 
-    /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
+    /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it, or has sent the KV in the room.
     ///
     /// # Errors
     /// Fails if the engine refuses the request, or fails without reporting the number of cached tokens.
-    async fn export(&self, call: &EngineCall) -> Result<Exported, EngineFailure>;
+    async fn export(&self, _call: &EngineCall, _room: Option<RoomCall>) -> Result<Exported, EngineFailure> {
+        Err(EngineFailure::Invalid("this worker's engine sends no KV to other engines".to_owned()))
+    }
 
     /// Generates an answer. The last chunk of the stream has [`AnswerChunk::usage`]. Dropping the stream cancels the request.
     ///
@@ -53,10 +55,19 @@ pub(crate) struct EngineCall {
     pub tokens: Vec<TokenId>,
 }
 
+/// The room in which an engine sends the KV of a prompt to another engine.
+#[derive(Debug)]
+pub(crate) struct RoomCall {
+    pub room: KvHandle,
+    /// The parameters with which the engine samples the first token of the answer.
+    pub sampling: Sampling,
+}
+
 #[derive(Debug)]
 pub(crate) struct Exported {
-    /// The handle with which another engine pulls the KV; an error if the engine holds no KV, as after an aborted request.
-    pub handle: Result<KvHandle, EngineFailure>,
+    /// The handle with which another engine pulls the KV; `None` if another engine has received it in a room. An error if the engine holds no KV, as
+    /// after an aborted request.
+    pub handle: Result<Option<KvHandle>, EngineFailure>,
     /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
 }
@@ -69,6 +80,31 @@ pub(crate) struct AnswerChunk {
     pub counted: Option<u32>,
     /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<EngineUsage>,
+}
+
+/// The logprobs that a request asked for.
+#[derive(Default)]
+pub(crate) struct WantedLogprobs {
+    /// The number of alternatives; `None` if no logprobs were requested.
+    pub top: Option<u32>,
+    /// The tokens that are reported as alternatives. If the list is empty, the likeliest tokens are reported.
+    pub tokens: Vec<TokenId>,
+}
+
+impl WantedLogprobs {
+    pub fn of(sampling: &Sampling) -> Self {
+        Self { top: sampling.logprobs, tokens: sampling.logprob_token_ids.clone() }
+    }
+
+    /// Returns a token's logprob with the requested ones of its alternatives, which are ordered by likelihood.
+    pub fn choose(&self, logprob: f32, alternatives: &[TokenLogprob]) -> TokenLogprobs {
+        let requested = |token: &TokenId| alternatives.iter().find(|alternative| alternative.token == *token).copied();
+        let top = match self.tokens.is_empty() {
+            true => alternatives.iter().take(self.top.unwrap_or(0) as usize).copied().collect(),
+            false => self.tokens.iter().filter_map(requested).collect(),
+        };
+        TokenLogprobs { logprob, top }
+    }
 }
 
 /// The reason why an answer has ended.

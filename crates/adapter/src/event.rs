@@ -35,7 +35,7 @@ pub struct BlocksStored {
     pub block_size: u32,
     /// The name of the LoRA with which the blocks were computed; `None` if they were computed without a LoRA.
     pub lora: Option<String>,
-    /// The inputs of each block's hash besides the tokens and the LoRA: one entry for each block, or no entries if there are no such inputs.
+    /// The inputs of each block's hash besides the tokens and the LoRA. Blocks without an entry, at the end of the list, have no such inputs.
     pub extra_keys: Vec<ExtraKeys>,
     /// The tier in which the blocks are stored.
     pub tier: Result<Tier, UnknownMedium>,

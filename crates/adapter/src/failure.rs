@@ -26,9 +26,14 @@ pub(crate) enum ErrorBody {
 impl ErrorBody {
     pub fn message(self) -> String {
         match self {
-            Self::Text(message) | Self::Object { message } => message.chars().take(MESSAGE_MAX).collect(),
+            Self::Text(message) | Self::Object { message } => shortened(&message),
         }
     }
+}
+
+/// Returns a message of an engine as it is passed on.
+pub(crate) fn shortened(message: &str) -> String {
+    message.chars().take(MESSAGE_MAX).collect()
 }
 
 /// Returns the body of an answer.
@@ -55,6 +60,11 @@ fn of(status: u16, body: &[u8]) -> EngineFailure {
         Ok(body) => body.error.message(),
         Err(_) => format!("HTTP {status} without a message"),
     };
+    of_status(status, message)
+}
+
+/// Returns the failure that an HTTP status stands for.
+pub(crate) fn of_status(status: u16, message: String) -> EngineFailure {
     match status {
         400 | 413 | 422 => EngineFailure::Invalid(message),
         401 | 403 | 404 | 405 => EngineFailure::Denied { status, message },

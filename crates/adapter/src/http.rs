@@ -17,6 +17,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of an answer that is not streamed, and of one event of a stream, in bytes. The longest answers are the metrics of a server
 /// with many ranks.
 pub(crate) const ANSWER_MAX: usize = 4 << 20;
+/// Maximum size of an answer with the logprobs of a prompt, in bytes.
+pub(crate) const PROMPT_LOGPROBS_MAX: usize = 64 << 20;
 
 /// The reason why a client cannot be made.
 #[derive(Debug, thiserror::Error)]

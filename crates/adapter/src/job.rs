@@ -1,7 +1,7 @@
 //! A job on an external engine: its task waits for a slot in the engine, sends the job's requests to the engine and reports their events.
 
 use crate::{
-    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish},
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish, RoomCall},
     engine_load::LoadShare,
     shared::{AdapterState, Tiers},
     slots::{QueuedRequest, Slot},
@@ -23,9 +23,12 @@ use tandem_worker::Job;
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
-    time::Instant,
+    time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
+
+/// The time after which a request that has not ended is aborted again.
+const ABORT_AGAIN: Duration = Duration::from_secs(1);
 
 /// Maximum number of events that wait for a slow reader. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
@@ -139,12 +142,17 @@ struct SubmittedRequest {
 }
 
 pub(crate) fn prefill(shared: &Arc<AdapterState>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
-    let Prefill { request_id, account, priority, namespace, prompt } = prefill;
+    let Prefill { request_id, account, priority, namespace, prompt, first_token } = prefill;
     let queued = shared.slots.enqueue(&account, priority, shared.blocks(prompt.len()))?;
     let call = EngineCall { request_id: shared.request_id(&request_id), namespace, tokens: prompt };
     let new_tokens = call.tokens.len() - shared.known_tokens(&call.namespace, &call.tokens);
     let work = LoadShare::new(&shared.engine_load, request_id, new_tokens, (call.tokens.len(), 1));
-    Ok(start(shared, api, QueuedWork { queued, work }, |task, running| async move { task.export(call, running).await }))
+    Ok(start(
+        shared,
+        api,
+        QueuedWork { queued, work },
+        |task, running| async move { task.export(call, first_token, running).await },
+    ))
 }
 
 pub(crate) fn generate(shared: &Arc<AdapterState>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
@@ -171,31 +179,49 @@ impl Task {
         })
     }
 
-    async fn export(self, call: EngineCall, running: SubmittedRequest) -> Result<(), JobEnd> {
+    async fn export(self, call: EngineCall, first_token: Option<Box<Sampling>>, running: SubmittedRequest) -> Result<(), JobEnd> {
+        let SubmittedRequest { _slot, work, handle, mut submitted } = running;
+        let room = match first_token {
+            Some(sampling) => {
+                let room = tokio::select! {
+                    biased;
+                    () = self.cancelled.cancelled() => return Err(JobEnd::Dropped),
+                    room = handle => room.map_err(|_| JobEnd::Dropped)?,
+                };
+                submitted = Instant::now();
+                Some(RoomCall { room, sampling: *sampling })
+            }
+            None => None,
+        };
         let tiers = self.shared.tiers(&call);
-        let exporting = self.api.export(&call);
+        let exporting = self.api.export(&call, room);
         tokio::pin!(exporting);
         let exported = tokio::select! {
             biased;
             exported = &mut exporting => exported?,
             () = self.cancelled.cancelled() => {
-                self.api.abort(&call.request_id).await;
-                exporting.await?
+                // The server ignores an abort that arrives before the request.
+                loop {
+                    self.api.abort(&call.request_id).await;
+                    if let Ok(exported) = timeout(ABORT_AGAIN, &mut exporting).await {
+                        break exported?;
+                    }
+                }
             }
         };
         // For a request that is aborted before its first token, vLLM always reports 0 cached tokens, even if it had found some.
         let is_aborted = exported.handle.is_err() && self.cancelled.is_cancelled();
         let cached = exported.cached_tokens.filter(|_| !is_aborted).map(|tokens| tiers.split(tokens));
         let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
-        let took = running.submitted.elapsed();
+        let took = submitted.elapsed();
         self.send(Event::Scheduled { cached }).await?;
         if is_aborted {
             return Err(JobEnd::Dropped);
         }
         let handle = exported.handle?;
-        running.work.begun(call.tokens.len().saturating_sub(known), took);
+        work.begun(call.tokens.len().saturating_sub(known), took);
         self.shared.computed(&call);
-        self.send(Event::Exported(handle)).await
+        self.send(handle.map_or_else(|| Event::Computed(Vec::new()), Event::Exported)).await
     }
 
     async fn generate(self, generate: Generate, running: SubmittedRequest) -> Result<(), JobEnd> {
@@ -280,13 +306,9 @@ impl SampleSet<'_> {
             }
         }
         let Generated { sample, tokens } = generated;
-        let mut sampling = self.generate.sampling.clone();
-        sampling.seed = sampling.seed.wrapping_add(sample.into());
-        sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
-        sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
-        // The engine generates at least one token. If the limit is 0, that token is not reported.
-        let is_silent = sampling.max_tokens == Some(0);
-        sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
+        let sampling = self.generate.sampling.of_sample(sample, tokens.len() as u32);
+        // The engine generates at least one token. If the limit is reached, that token is not reported.
+        let is_silent = self.generate.sampling.max_tokens.is_some_and(|max| max as usize <= tokens.len());
         if is_silent && !(is_first && (self.reports_prompt || handle.is_some())) {
             return self.task.send(Event::Finished { sample, reason: FinishReason::Length }).await;
         }
@@ -366,8 +388,9 @@ impl SampleRun<'_> {
     }
 
     fn failed(&self, failure: EngineFailure) -> JobEnd {
-        let is_answer = matches!(failure, EngineFailure::Denied { .. } | EngineFailure::Protocol(_));
-        if self.lease_ends.is_some() && !self.has_begun && (is_answer || failure.refusal().is_none()) {
+        // A lost connection is a failure of this worker's engine.
+        let is_answer = matches!(failure, EngineFailure::Denied { .. } | EngineFailure::Protocol(_) | EngineFailure::Failed(_));
+        if self.lease_ends.is_some() && !self.has_begun && is_answer {
             tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
             return JobEnd::Event(Event::PullFailed);
         }

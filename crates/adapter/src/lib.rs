@@ -2,16 +2,21 @@
 
 mod adapter;
 mod api;
+mod calls;
 mod engine_load;
 mod event;
 mod failure;
+mod grammar;
 mod http;
 mod job;
+pub mod kv_events;
 pub mod llama_cpp;
 mod mirror;
 mod salt;
+mod served;
 mod server;
 mod settings;
+pub mod sglang;
 mod shared;
 mod slots;
 pub mod vllm;

@@ -2,6 +2,7 @@
 
 use crate::{
     Adapter,
+    adapter::EngineExchange,
     api::{Api, EngineFailure},
     engine_load::EngineLoad,
     failure,
@@ -51,6 +52,20 @@ pub enum ConnectError {
     /// The server does not report its number of slots.
     #[error("the engine's /props lacks total_slots or default_generation_settings.n_ctx; use llama.cpp's server with one model")]
     NoSlots,
+    /// The server does not report the sizes of its KV memory.
+    #[error("the engine's /server_info has no page_size or no max_total_num_tokens; use SGLang 0.5.23 or later")]
+    NoKvSizes,
+    /// The server has no such data-parallel rank.
+    #[error("the engine has {ranks} data-parallel ranks, counted from 0, so there is no rank {rank}; change --engine-rank")]
+    NoRank {
+        /// The rank in the settings.
+        rank: u32,
+        /// The number of ranks that the server has.
+        ranks: u32,
+    },
+    /// The server's half of each request is not one that Tandem can use.
+    #[error("{0}")]
+    Disaggregated(String),
     /// The server serves no model.
     #[error("the engine serves no model; start it with one")]
     NoModel,
@@ -109,7 +124,7 @@ pub(crate) trait EngineServer: Send + Sync + 'static {
 
 pub(crate) struct ConnectedEngine {
     pub shared: Arc<AdapterState>,
-    pub family: Option<Arc<str>>,
+    pub exchange: EngineExchange,
     pub instance: Instance,
     /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
@@ -133,10 +148,10 @@ impl Connected {
         model: ModelDescription,
         loras: Vec<String>,
     ) -> Self {
-        let ConnectedEngine { shared, family, instance, silence_max, events } = engine;
+        let ConnectedEngine { shared, exchange, instance, silence_max, events } = engine;
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
-        let adapter = Adapter { shared: Arc::clone(&shared), api, family, loras: loras.into(), hung: is_hung };
+        let adapter = Adapter { shared: Arc::clone(&shared), api, exchange, loras: loras.into(), hung: is_hung };
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,
@@ -248,11 +263,8 @@ async fn check_health(
 mod tests {
     use super::*;
     use crate::{
-        ServerSettings,
-        engine_load::LoadShare,
-        http::testing::serve,
-        llama_cpp::LlamaCppSettings,
-        vllm::{KvEvents, VllmSettings},
+        ServerSettings, engine_load::LoadShare, http::testing::serve, kv_events::KvEvents, llama_cpp::LlamaCppSettings,
+        sglang::SglangSettings, vllm::VllmSettings,
     };
     use parking_lot::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -268,8 +280,8 @@ mod tests {
         }
     }
 
-    /// Returns the settings for a server at this URL of either kind.
-    fn of_both_kinds(url: &str) -> [ServerSettings; 2] {
+    /// Returns the settings for a server at this URL of each kind.
+    fn of_all_kinds(url: &str) -> [ServerSettings; 3] {
         let vllm = VllmSettings {
             url: url.to_owned(),
             key: None,
@@ -295,7 +307,20 @@ mod tests {
             prefix_caching: false,
             silence_max: Duration::from_secs(60),
         };
-        [ServerSettings::Vllm(vllm), ServerSettings::LlamaCpp(llama_cpp)]
+        let sglang = SglangSettings {
+            url: url.to_owned(),
+            key: None,
+            ca: None,
+            rank: None,
+            events: KvEvents::None,
+            block_size: None,
+            hash_key: HashKey::NONE,
+            running_max: 1,
+            waiting_max: 1,
+            shared_store: None,
+            silence_max: Duration::from_secs(60),
+        };
+        [ServerSettings::Vllm(vllm), ServerSettings::LlamaCpp(llama_cpp), ServerSettings::Sglang(sglang)]
     }
 
     #[tokio::test]
@@ -310,7 +335,7 @@ mod tests {
             (if *seen == ["/health"] { 503 } else { 200 }, body.len(), body)
         })
         .await;
-        for settings in of_both_kinds(&url) {
+        for settings in of_all_kinds(&url) {
             paths.lock().clear();
             settings.inspect().await.expect_err("the server reports no KV cache");
             assert_eq!(paths.lock()[..3], ["/health", "/health", "/v1/models"]);

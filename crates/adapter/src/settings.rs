@@ -3,6 +3,7 @@
 use crate::{
     llama_cpp::{self, LlamaCppSettings},
     server::{ConnectError, Connected, ServerDescription},
+    sglang::{self, SglangSettings},
     vllm::{self, VllmSettings},
 };
 
@@ -13,6 +14,8 @@ pub enum ServerSettings {
     Vllm(VllmSettings),
     /// The engine is a llama.cpp server.
     LlamaCpp(LlamaCppSettings),
+    /// The engine is a SGLang server.
+    Sglang(SglangSettings),
 }
 
 impl ServerSettings {
@@ -21,6 +24,7 @@ impl ServerSettings {
         match self {
             Self::Vllm(settings) => &settings.url,
             Self::LlamaCpp(settings) => &settings.url,
+            Self::Sglang(settings) => &settings.url,
         }
     }
 
@@ -29,6 +33,7 @@ impl ServerSettings {
         match self {
             Self::Vllm(settings) => Self::Vllm(settings.with_rank(rank)),
             Self::LlamaCpp(settings) => Self::LlamaCpp(settings),
+            Self::Sglang(settings) => Self::Sglang(settings.with_rank(rank)),
         }
     }
 
@@ -40,6 +45,7 @@ impl ServerSettings {
         match self {
             Self::Vllm(settings) => vllm::inspect(settings).await,
             Self::LlamaCpp(settings) => llama_cpp::inspect(settings).await,
+            Self::Sglang(settings) => sglang::inspect(settings).await,
         }
     }
 
@@ -51,6 +57,7 @@ impl ServerSettings {
         match self {
             Self::Vllm(settings) => vllm::connect(settings).await,
             Self::LlamaCpp(settings) => llama_cpp::connect(settings).await,
+            Self::Sglang(settings) => sglang::connect(settings).await,
         }
     }
 }

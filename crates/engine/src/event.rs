@@ -32,7 +32,8 @@ pub enum Event {
     },
     /// These blocks of a prefill are computed. The job requested them with [`crate::Job::send_blocks`]. The blocks stay unchanged until the job is dropped.
     BlocksReady(Vec<ReadyBlock>),
-    /// The prompt of a prefill is computed, in these chunks, and every requested block was reported as ready.
+    /// The prompt of a prefill is computed, in these chunks, and every requested block was reported as ready. If an external engine has computed
+    /// the prompt for a room, it has also sent the KV.
     Computed(Vec<PrefillChunk>),
     /// The external engine has computed the prompt of a prefill and holds its KV for another engine.
     Exported(KvHandle),
@@ -93,6 +94,20 @@ pub struct KvHandle {
     pub valid_for: Duration,
     /// The chunks in which the prompt was computed, as far as the engine reports them.
     pub chunks: Vec<PrefillChunk>,
+}
+
+impl KvHandle {
+    /// Returns the handle of the KV that another engine sends in a room: a meeting that both engines know by its number. `address` is the
+    /// host:port at which the engines meet.
+    pub fn of_room(address: &str, room: u64, valid_for: Duration) -> Self {
+        Self { bytes: format!("{room}@{address}").into_bytes(), valid_for, chunks: Vec::new() }
+    }
+
+    /// Returns the address and the number of a room; `None` if this is not the handle of a room.
+    pub fn room(&self) -> Option<(&str, u64)> {
+        let (room, address) = std::str::from_utf8(&self.bytes).ok()?.split_once('@')?;
+        Some((address, room.parse().ok()?))
+    }
 }
 
 impl fmt::Debug for KvHandle {

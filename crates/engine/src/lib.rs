@@ -26,7 +26,7 @@ pub use event::{CachedTokens, Event, FinishReason, KvHandle, PrefillChunk, Start
 pub use handle::{EngineHandle, EngineSettings, Job};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{Adjustment, BadWord, NO_TOKEN, SampleRequest, SampledToken, Sampler, Sampling, TokenLogprob, TokenLogprobs};
-pub use ticket::WriteRefused;
+pub use ticket::{WriteRefused, new_room};
 
 use std::sync::Arc;
 use tandem_kv::{BlockId, KvMemory, TokenId};

@@ -18,6 +18,8 @@ pub struct Prefill {
     pub namespace: Namespace,
     /// The token ids of the prompt; there is at least one.
     pub prompt: Vec<TokenId>,
+    /// The parameters with which an external engine samples the first token of the answer, if it sends the KV to another engine in a room.
+    pub first_token: Option<Box<Sampling>>,
 }
 
 /// A request to generate continuations of a prompt.

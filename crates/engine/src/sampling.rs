@@ -51,6 +51,8 @@ pub struct Sampling {
     pub logit_bias: HashMap<TokenId, f32>,
     /// The seed of the random numbers. The random number for each token depends on the seed and on the token's position.
     pub seed: u64,
+    /// Whether the client has chosen the seed, so that an equal request must get the same answer.
+    pub seed_is_given: bool,
     /// The tokens that end the sample.
     pub stop_token_ids: Vec<TokenId>,
     /// If set, the logprobs of each sampled token and of this many alternatives are returned.
@@ -92,6 +94,17 @@ pub struct TokenLogprobs {
     pub top: Vec<TokenLogprob>,
 }
 
+impl Sampling {
+    /// Returns the parameters for the rest of a sample that has this many tokens. An external engine always generates one, so at least one is
+    /// allowed.
+    #[must_use]
+    pub fn of_sample(&self, sample: u32, generated: u32) -> Self {
+        let max_tokens = self.max_tokens.map(|max| max.saturating_sub(generated).max(1));
+        let min_tokens = self.min_tokens.saturating_sub(generated).min(max_tokens.unwrap_or(u32::MAX));
+        Self { seed: self.seed.wrapping_add(sample.into()), min_tokens, max_tokens, ..self.clone() }
+    }
+}
+
 impl Default for Sampling {
     fn default() -> Self {
         Self {
@@ -106,6 +119,7 @@ impl Default for Sampling {
             repetition_penalty: 1.0,
             logit_bias: HashMap::new(),
             seed: 0,
+            seed_is_given: false,
             stop_token_ids: Vec::new(),
             logprobs: None,
             constraint: None,

@@ -14,6 +14,14 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
+/// Returns the number of a new room from the operating system's randomness. It has 62 bits, as many as SGLang's own router uses, because engines
+/// read it as a signed number.
+pub fn new_room() -> u64 {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).expect("the operating system has randomness for every process that it has started");
+    u64::from_le_bytes(bytes) >> 2
+}
+
 /// Returns a function that generates the same tickets for the same seed, so that a simulation can be repeated. Each ticket can be computed from the
 /// one before it.
 pub(crate) fn from_seed(seed: u64) -> Draw {

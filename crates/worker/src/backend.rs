@@ -91,6 +91,14 @@ pub enum KvExchange<'a> {
         /// model and data type.
         family: &'a str,
     },
+    /// The engines meet in a room, in which the engine of the prefill worker sends the KV of one prompt. Both engines get the number of the room
+    /// at the same time, in the handle that [`tandem_engine::KvHandle::of_room`] makes.
+    Rooms {
+        /// The property that must be equal in both engines, as with handles.
+        family: &'a str,
+        /// host:port at which engines meet this one; `None` for an engine that only receives KV. Such an engine computes no prompts.
+        address: Option<&'a str>,
+    },
     /// The back end does not exchange KV: it decodes only prompts that it has prefilled itself.
     None,
 }
@@ -103,9 +111,14 @@ impl KvExchange<'_> {
     pub fn family(&self) -> &str {
         match self {
             Self::Transfers(_) => "",
-            Self::Handles { family } => family,
+            Self::Handles { family } | Self::Rooms { family, .. } => family,
             Self::None => Self::NO_FAMILY,
         }
+    }
+
+    /// Returns whether the back end generates only from the KV of prompts that other back ends have computed.
+    pub fn computes_no_prompts(&self) -> bool {
+        matches!(self, Self::Rooms { address: None, .. })
     }
 }
 
@@ -120,7 +133,8 @@ pub trait Job: Send {
     async fn send_blocks(&mut self, _block_indices: Vec<u32>, _access: BlockAccess) {}
 
     /// Pulls the prompt's KV and generates. Must be called once for each job with [`tandem_engine::KvSource::Handle`], after
-    /// [`Event::Submitted`], and only with [`KvExchange::Handles`].
+    /// [`Event::Submitted`], and only with [`KvExchange::Handles`] or [`KvExchange::Rooms`]. With a room, a prefill gets the handle, too, and sends
+    /// the KV.
     async fn pull(&mut self, _handle: KvHandle) {}
 
     /// Cancels the job of an external engine. The job still reports `Scheduled`, with the cached tokens that the engine has counted by

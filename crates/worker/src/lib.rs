@@ -8,6 +8,7 @@ mod control;
 mod ledger;
 mod metrics;
 mod requests;
+mod sampling;
 mod scheduled;
 mod waiting;
 
@@ -15,6 +16,7 @@ pub use backend::{Backend, CacheWatch, Job, KvExchange};
 pub use ledger::{Ledger, LedgerEntry, LedgerLine, Outcome, ScheduledPrompt, WorkerLedger};
 pub use metrics::{Direction, WorkerMetrics};
 pub use requests::{Disconnected, Replies, ReplySender, Requests};
+pub use sampling::{InvalidSampling, LOGPROBS_MAX, sampling};
 pub use scheduled::CountedJob;
 pub use waiting::first_event;
 
@@ -61,8 +63,11 @@ pub enum WorkerError {
     #[error("the worker's engine has ended; the log has the reason")]
     EngineEnded,
     /// The back end cannot send a prompt's KV to other workers.
-    #[error("this engine cannot prefill for other workers; run it as a decode worker, which prefills its own prompts")]
+    #[error("this engine cannot prefill for other workers; run it as a decode worker")]
     NoKvExchange,
+    /// The back end only computes prompts.
+    #[error("this engine only computes prompts for other engines; run it as a prefill worker")]
+    OnlyPrompts,
 }
 
 /// The error of a request that names a model which the worker does not serve.
@@ -120,6 +125,7 @@ impl Worker {
             step_tokens: backend.step_tokens(),
             loras: backend.loras().to_vec(),
             shared_store: backend.shared_store().to_owned(),
+            needs_prefill_worker: backend.kv_exchange().computes_no_prompts(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));

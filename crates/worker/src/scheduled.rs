@@ -22,6 +22,8 @@ pub struct CountedJob {
     job: Option<Box<dyn Job>>,
     count: Option<CountReport>,
     submitted: bool,
+    /// Whether the engine gets the prompt only with [`Job::pull`].
+    waits_for_pull: bool,
     shutdown: Shutdown,
 }
 
@@ -42,12 +44,26 @@ impl CountedJob {
         let (metrics, ledger) = (Arc::clone(&worker.metrics), worker.ledger.clone());
         let (request_id, model, account) = (request_id.to_owned(), model.to_owned(), account.to_owned());
         let count = CountReport { metrics, ledger, request_id, attempt, model, account, prompt };
-        Self { job: Some(job), count: Some(count), submitted: false, shutdown: worker.shutdown.clone() }
+        let mut counted = Self::uncounted(job, worker);
+        counted.count = Some(count);
+        counted
     }
 
     /// Returns the next event; `None` after the last one. This method is cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
         (self as &mut dyn Job).next().await
+    }
+
+    /// Wraps a job whose prompt is added neither to the metrics nor to the ledger, because another job has counted it.
+    pub fn uncounted(job: Box<dyn Job>, worker: &Worker) -> Self {
+        Self { job: Some(job), count: None, submitted: false, waits_for_pull: false, shutdown: worker.shutdown.clone() }
+    }
+
+    /// Returns this job, whose engine gets the prompt only with [`Job::pull`]. Before that, no prompt is counted.
+    #[must_use]
+    pub fn counted_from_pull(mut self) -> Self {
+        self.waits_for_pull = true;
+        self
     }
 
     fn job(&mut self) -> &mut dyn Job {
@@ -70,7 +86,7 @@ impl Job for CountedJob {
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         let event = ready!(self.job().poll_next(context));
         match &event {
-            Some(Event::Submitted) => self.submitted = true,
+            Some(Event::Submitted) => self.submitted = !self.waits_for_pull,
             Some(Event::Scheduled { cached }) => {
                 if let Some(count) = self.count.take() {
                     count.record(*cached);
@@ -86,6 +102,7 @@ impl Job for CountedJob {
     }
 
     async fn pull(&mut self, handle: KvHandle) {
+        self.submitted = true;
         self.job().pull(handle).await;
     }
 

@@ -1,6 +1,7 @@
 use super::*;
 use proptest::{collection::vec, prelude::*};
 use tandem_engine::TokenLogprob;
+use tandem_grammar::{CallInput, Constraint, InputPlace, Kind};
 
 const VOCAB_SIZE: usize = 100;
 
@@ -197,7 +198,8 @@ proptest! {
             sampling: Some(v1::Sampling {
                 max_tokens, min_tokens, temperature, top_p, top_k, min_p,
                 frequency_penalty: frequency, presence_penalty: presence, repetition_penalty: repetition,
-                logit_bias: [(bias, -1.5)].into(), seed, stop_token_ids: stop_token_ids.clone(), logprobs, ..Default::default()
+                logit_bias: [(bias, -1.5)].into(), seed, seed_is_given: remote,
+                stop_token_ids: stop_token_ids.clone(), logprobs, ..Default::default()
             }),
             ..request()
         };
@@ -207,7 +209,7 @@ proptest! {
         prop_assert_eq!(generate.namespace.as_bytes(), b"namespace");
         prop_assert_eq!((output.samples, &output.stop_tokens, output.prompt), (samples as usize, &stop_token_ids, Vec::new()));
         let s = generate.sampling;
-        prop_assert_eq!((s.max_tokens, s.min_tokens, s.seed, s.top_k), (max_tokens, min_tokens, seed, top_k));
+        prop_assert_eq!((s.max_tokens, s.min_tokens, s.seed, s.seed_is_given, s.top_k), (max_tokens, min_tokens, seed, remote, top_k));
         prop_assert_eq!((s.temperature, s.top_p, s.min_p), (temperature, top_p, min_p));
         prop_assert_eq!((s.frequency_penalty, s.presence_penalty, s.repetition_penalty), (frequency, presence, repetition));
         prop_assert_eq!((s.logit_bias[&bias], s.stop_token_ids, s.logprobs), (-1.5, stop_token_ids, logprobs));

@@ -384,11 +384,13 @@ impl ClusterMembers {
     /// Returns why no request for the model can be placed at present; `None` if requests can be placed.
     pub(super) fn unavailable_reason(&self, model: &str, prefill: PrefillPlace) -> Option<NoEligibleWorker> {
         let has = |role| self.of_model(model).any(|member| member.role == role);
+        let need_partners = || self.of_model(model).all(|of| of.role == WorkerRole::Prefill || of.info.needs_prefill_worker);
         let has_pair = || !paired_families(self.of_model(model).map(|member| (member.role, member.info.family()))).is_empty();
         match prefill {
             _ if !has(WorkerRole::Decode) => Some(NoEligibleWorker::NoDecodeWorker),
             PrefillPlace::Remote if !has(WorkerRole::Prefill) => Some(NoEligibleWorker::NoPrefillWorker),
             PrefillPlace::Remote if !has_pair() => Some(NoEligibleWorker::NoCommonFamily),
+            PrefillPlace::Auto | PrefillPlace::Local if need_partners() && !has_pair() => Some(NoEligibleWorker::NoPartner),
             PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
         }
     }

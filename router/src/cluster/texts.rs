@@ -87,6 +87,6 @@ pub(super) fn unpaired<'a>(own: Option<&'a str>, decode_families: impl Iterator<
     }
     let theirs = decode_families.into_iter().collect::<Vec<_>>().join(" or ");
     format!(
-        "it has {own}, and the decode workers have {theirs}; KV moves only within one family, so compare the engines' versions and --engine-kv-connector"
+        "it has {own}, and the decode workers have {theirs}; KV moves only within one family, so compare the engines' versions and settings (docs/engines.md, \"transfer family\")"
     )
 }

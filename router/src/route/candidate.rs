@@ -84,6 +84,8 @@ pub struct Candidate {
     pub role: WorkerRole,
     /// The transfer family: a prefill worker can serve only decode workers of its own family. `None`: the worker never exchanges KV.
     pub family: Option<Arc<str>>,
+    /// Whether the worker is a decode worker that computes no prompts.
+    pub needs_prefill_worker: bool,
     /// Whether the request must not be placed on the worker.
     pub excluded: bool,
     /// The longest prompt that the worker can take, in tokens: its cache's capacity, or its context length if that is shorter.

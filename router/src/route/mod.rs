@@ -35,9 +35,17 @@ pub enum NoEligibleWorker {
     )]
     NoPrefillWorker,
     #[error(
-        "no prefill worker has the transfer family of a decode worker, and --prefill remote forbids prefill on decode workers; compare the engines' versions and --engine-kv-connector, or set --prefill auto"
+        "no prefill worker has the transfer family of a decode worker, and --prefill remote forbids prefill on decode workers; compare the engines' versions and settings (docs/engines.md, \"transfer family\"), or set --prefill auto"
     )]
     NoCommonFamily,
+    #[error(
+        "the engines of all decode workers compute no prompts, and no prefill worker has the transfer family of one of them; start one, or compare the engines' versions and settings"
+    )]
+    NoPartner,
+    #[error(
+        "the engines of all decode workers compute no prompts, so they return no logprobs of a prompt; leave out the prompt's logprobs, or add a worker that computes its own prompts"
+    )]
+    NoPromptLogprobs,
     #[error("the request has failed on every worker that could take it; try again later")]
     AllFailed,
     #[error("the prompt does not fit in the KV cache and context of any worker; shorten it")]
@@ -66,19 +74,21 @@ pub fn place(
 ) -> Result<RouteChoice, NoEligibleWorker> {
     let alone = || {
         let local = costs.iter().enumerate().filter_map(|(at, costs)| ranked(costs.local, at, placement));
-        cheapest(local).ok_or_else(|| why_no_decode_worker(workers, query))
+        cheapest(local)
     };
     let pair = || cheapest_pair(costs, workers, placement);
     let remote = |WorkerPair { prefill, decode }| RouteChoice { decode, prefill: Some(prefill) };
     let local = |decode| RouteChoice { decode, prefill: None };
 
-    match query.allowed_prefill() {
-        PrefillPlace::Local => Ok(local(alone()?.workers)),
-        PrefillPlace::Remote => Ok(remote(pair().ok_or_else(|| why_no_pair(workers, query))?.workers)),
-        PrefillPlace::Auto => {
-            let alone = alone()?;
+    match (query.allowed_prefill(), alone()) {
+        (PrefillPlace::Remote, _) => Ok(remote(pair().ok_or_else(|| why_no_pair(workers, query))?.workers)),
+        (PrefillPlace::Local, Some(alone)) => Ok(local(alone.workers)),
+        (PrefillPlace::Auto, Some(alone)) => {
             let cheaper_pair = pair().filter(|pair| pair.cost < alone.cost);
             Ok(cheaper_pair.map_or_else(|| local(alone.workers), |pair| remote(pair.workers)))
+        }
+        (PrefillPlace::Local | PrefillPlace::Auto, None) => {
+            Ok(remote(pair().ok_or_else(|| why_no_decode_worker(workers, query))?.workers))
         }
     }
 }
@@ -95,7 +105,11 @@ pub fn costs_by_use(
     let allowed = query.allowed_prefill();
     let is_eligible = |worker: &Candidate| !worker.excluded && worker.fits(query);
     let paired = match allowed {
-        PrefillPlace::Local => BTreeSet::new(),
+        PrefillPlace::Local if query.prompt_logits => BTreeSet::new(),
+        // Decode workers that compute no prompts need a prefill worker for every request.
+        PrefillPlace::Local => {
+            families(workers, |worker| is_eligible(worker) && (worker.role == WorkerRole::Prefill || worker.needs_prefill_worker))
+        }
         PrefillPlace::Auto | PrefillPlace::Remote => families(workers, is_eligible),
     };
     let is_paired = |worker: &Candidate| worker.family.as_deref().is_some_and(|family| paired.contains(family));
@@ -120,7 +134,7 @@ pub fn costs_by_use(
         costs.decode = Some(policy.decode(query, &rates, worker));
     });
     if allowed != PrefillPlace::Remote {
-        estimate(&mut by_use, WorkerRole::Decode, &|_| true, &|costs, worker, count| {
+        estimate(&mut by_use, WorkerRole::Decode, &|worker| !worker.needs_prefill_worker, &|costs, worker, count| {
             costs.local = Some(policy.local(query, &rates, worker, count));
         });
     }
@@ -137,9 +151,15 @@ fn has_role(workers: &[Candidate], role: WorkerRole) -> bool {
 }
 
 fn why_no_decode_worker(workers: &[Candidate], query: &PlacementQuery) -> NoEligibleWorker {
+    let mut alone = workers.iter().filter(|worker| worker.role == WorkerRole::Decode && !worker.needs_prefill_worker).peekable();
+    let has_pair = |is_one: &dyn Fn(&Candidate) -> bool| !query.prompt_logits && !families(workers, is_one).is_empty();
     if !has_role(workers, WorkerRole::Decode) {
         NoEligibleWorker::NoDecodeWorker
-    } else if workers.iter().any(|worker| worker.role == WorkerRole::Decode && worker.fits(query)) {
+    } else if alone.peek().is_none() && query.prompt_logits {
+        NoEligibleWorker::NoPromptLogprobs
+    } else if alone.peek().is_none() && !has_pair(&|_| true) {
+        NoEligibleWorker::NoPartner
+    } else if alone.any(|worker| worker.fits(query)) || has_pair(&|worker| worker.fits(query)) {
         NoEligibleWorker::AllFailed
     } else {
         NoEligibleWorker::PromptTooLong

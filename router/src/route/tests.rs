@@ -15,6 +15,7 @@ fn worker(role: WorkerRole) -> Candidate {
     Candidate {
         role,
         family: Some("".into()),
+        needs_prefill_worker: false,
         excluded: false,
         tokens_max: 100_000,
         held_blocks: 0,
@@ -152,6 +153,28 @@ fn prefill_place_depends_on_setting_and_length_and_is_local_for_prompt_logits() 
     ] {
         assert_eq!(placed(&query, workers), Ok((0, expected)), "{query:?}");
     }
+}
+
+/// Such a decode worker gets even a prompt of one token, and the last attempt, which other decode workers prefill themselves.
+#[test]
+fn decode_worker_that_computes_no_prompts_is_always_paired() {
+    let half = || Candidate { needs_prefill_worker: true, ..decode() };
+    let logits = PlacementQuery { prompt_logits: true, ..query(500) };
+    for place in [PrefillPlace::Auto, PrefillPlace::Local, PrefillPlace::Remote] {
+        let query = |tokens| PlacementQuery { prefill: place, ..query(tokens) };
+        let logits = PlacementQuery { prefill: place, ..logits };
+        for tokens in [1, 2, 500] {
+            assert_eq!(placed(&query(tokens), &[half(), prefill()]), Ok((0, Some(1))), "{place:?} {tokens}");
+        }
+        assert_eq!(placed(&logits, &[half(), prefill()]), Err(NoEligibleWorker::NoPromptLogprobs));
+        assert_eq!(placed(&logits, &[half(), prefill(), decode()]), Ok((2, None)));
+    }
+    let alone = |place| placed(&PlacementQuery { prefill: place, ..query(500) }, &[half()]);
+    assert_eq!(alone(PrefillPlace::Auto), Err(NoEligibleWorker::NoPartner));
+    assert_eq!(alone(PrefillPlace::Local), Err(NoEligibleWorker::NoPartner));
+    let busy = Candidate { sequences: 100, queued_tokens: 90_000, ..decode() };
+    assert_eq!(placed(&query(500), &[busy.clone(), half(), prefill()]), Ok((1, Some(2))));
+    assert_eq!(placed(&PlacementQuery { prefill: PrefillPlace::Local, ..query(500) }, &[busy, half(), prefill()]), Ok((0, None)));
 }
 
 #[test]

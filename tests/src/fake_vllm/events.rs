@@ -383,7 +383,7 @@ fn keys(lora: Option<&str>, keys: &ExtraKeys) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_adapter::vllm::decode;
+    use tandem_adapter::kv_events::decode;
 
     /// Payloads that vLLM 0.32.0 published, as hexadecimal digits.
     const RECORDED: [&str; 4] = [

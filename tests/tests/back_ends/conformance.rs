@@ -1,9 +1,15 @@
-//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM server and with a llama.cpp
-//! server.
+//! The conformance suite of back ends. Each test runs on Tandem's engine, and on the adapter with a vLLM, a SGLang and a
+//! llama.cpp server.
 
-use super::*;
+use super::{
+    sglang::{Sglang, sglang},
+    *,
+};
 use std::any::Any;
-use tandem_adapter::llama_cpp::{self, LlamaCppSettings};
+use tandem_adapter::{
+    llama_cpp::{self, LlamaCppSettings},
+    sglang::SglangSettings,
+};
 use tandem_devices::sim::{SimEngine, SimSettings};
 use tandem_engine::{EngineHandle, EngineSettings, Generated, Prefill, Refusal};
 use tandem_kv::{BlockAccess, Change, Load, sequence_hashes};
@@ -16,6 +22,7 @@ use tandem_proto::{
 };
 use tandem_tests::{
     fake_llama_cpp::{FakeLlamaCpp, LlamaCppFake},
+    fake_sglang::SglangFake,
     services::{Services, engine_settings, worker_settings},
 };
 use tandem_worker::KvExchange;
@@ -50,7 +57,7 @@ const SLOW: Setup = Setup { step: Duration::from_millis(5), ..FAST };
 impl BackEnd {
     /// Returns one back end of each kind.
     async fn all(setup: Setup) -> Result<Vec<Self>> {
-        Ok(vec![Self::own(setup), Self::vllm(setup).await?, Self::llama_cpp(setup).await?])
+        Ok(vec![Self::own(setup), Self::vllm(setup).await?, Self::sglang(setup).await?, Self::llama_cpp(setup).await?])
     }
 
     fn own(Setup { running_max, waiting_max, step }: Setup) -> Self {
@@ -74,6 +81,19 @@ impl BackEnd {
         let External { fake, adapter, follower } = external(fake, limits).await?;
         Ok(Self {
             name: "vLLM",
+            kind: Kind::External(adapter),
+            reusable: |len| (len - 1) / 32 * 32,
+            _server: Box::new((fake, follower)),
+        })
+    }
+
+    async fn sglang(Setup { running_max, waiting_max, step }: Setup) -> Result<Self> {
+        let limits = |settings: &mut SglangSettings| {
+            (settings.running_max, settings.waiting_max) = (running_max as usize, waiting_max as usize);
+        };
+        let Sglang { fake, adapter, follower } = sglang(SglangFake { step, ..SglangFake::default() }, limits).await?;
+        Ok(Self {
+            name: "SGLang",
             kind: Kind::External(adapter),
             reusable: |len| (len - 1) / 32 * 32,
             _server: Box::new((fake, follower)),
@@ -325,6 +345,7 @@ async fn requests_that_can_never_run_are_refused_with_a_reason() -> Result<()> {
         let of_others = match back_end.get().kv_exchange() {
             KvExchange::Transfers(_) => [KvSource::Handle; 2],
             KvExchange::Handles { .. } => [KvSource::Remote; 2],
+            KvExchange::Rooms { .. } => [KvSource::Local, KvSource::Remote],
             KvExchange::None => [KvSource::Handle, KvSource::Remote],
         };
         for kv in of_others {
@@ -375,7 +396,8 @@ async fn cached_tokens_of_a_remote_prefill_are_reported_before_its_kv() -> Resul
             }
             let request = request(&prompt, 1);
             let Generate { request_id, account, priority, namespace, prompt, .. } = request;
-            let mut job = back_end.get().prefill(Prefill { request_id, account, priority, namespace, prompt }).await?;
+            let mut job =
+                back_end.get().prefill(Prefill { request_id, account, priority, namespace, prompt, first_token: None }).await?;
             if matches!(exchange, KvExchange::Transfers(_)) {
                 job.send_blocks(Vec::new(), BlockAccess::Copied).await;
             }

@@ -16,6 +16,7 @@ async fn export(adapter: &Adapter, tokens: &[TokenId]) -> Result<(Option<Option<
         priority: Priority::default(),
         namespace: namespace(),
         prompt: tokens.to_vec(),
+        first_token: None,
     };
     let mut job = adapter.prefill(prefill).await?;
     let mut cached = None;
@@ -76,6 +77,7 @@ async fn cancelled_prefill_reports_neither_cached_tokens_nor_a_handle() -> Resul
         priority: Priority::default(),
         namespace: namespace(),
         prompt,
+        first_token: None,
     };
     let mut job = adapter.prefill(prefill).await?;
     until("the engine runs the request", || fake.running() == 1).await?;

@@ -1,17 +1,20 @@
 //! Tests of the back ends of workers. `conformance` tests the behaviour that all of them share; the other modules test properties of
-//! external engines. The adapter is tested with fake vLLM and llama.cpp servers, over real sockets.
+//! external engines. The adapter is tested with fake vLLM, SGLang and llama.cpp servers, over real sockets.
 
 mod cluster;
 mod conformance;
 mod exchange;
 mod jobs;
 mod llama_cpp;
+mod rooms;
+mod sglang;
 
 use anyhow::{Context, Result};
 use std::time::Duration;
 use tandem_adapter::{
     Adapter, EngineEnded,
-    vllm::{KvEvents, VllmSettings, connect},
+    kv_events::KvEvents,
+    vllm::{VllmSettings, connect},
 };
 use tandem_engine::{CachedTokens, Event, FinishReason, Generate, KvSource, Sampling};
 use tandem_kv::{HashKey, Namespace, Priority, TokenId};

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use std::time::Duration;
 use tandem_adapter::{
     BlocksRemoved, EngineEvent, EngineHash,
-    vllm::{EventLoss, MalformedBatch, MirrorUpdate, Subscription, SubscriptionSettings},
+    kv_events::{EventLoss, MalformedBatch, MirrorUpdate, Subscription, SubscriptionSettings},
 };
 use tandem_kv::Tier;
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};

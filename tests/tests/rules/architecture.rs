@@ -21,7 +21,7 @@ const ALLOWED: [(&str, &[&str]); 20] = [
     ("text", &["grammar", "kv", "model"]),
     ("api", &["text", "proto", "grammar", "kv"]),
     ("frontend", &["process", "api", "text", "proto", "grammar", "kv", "model"]),
-    ("worker", &["process", "proto", "kv", "engine"]),
+    ("worker", &["process", "proto", "grammar", "kv", "engine"]),
     ("adapter", &["client", "worker", "process", "grammar", "kv", "engine"]),
     ("prefill-worker", &["worker", "process", "proto", "kv", "engine", "transfer"]),
     ("decode-worker", &["worker", "process", "proto", "grammar", "kv", "engine", "transfer"]),

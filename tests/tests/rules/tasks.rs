@@ -26,7 +26,8 @@ use Fate::*;
 /// The files that start tasks or threads, with the number of places in each.
 const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/adapter/src/job.rs", 1, EndsItsRequest),
-    ("crates/adapter/src/vllm/subscription.rs", 1, EndsItsWorker),
+    ("crates/adapter/src/kv_events/subscription.rs", 1, EndsItsWorker),
+    ("crates/adapter/src/sglang/client.rs", 1, EndsItsRequest),
     ("crates/devices/src/cpu/threads.rs", 1, EndsItsWorker),
     ("crates/devices/src/cuda/pool.rs", 1, EndsItsWorker),
     ("crates/engine/src/handle.rs", 1, EndsItsWorker),

@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::{
-    api::Exported,
     mirror::{Mirror, MirrorSettings},
     slots::{SlotLimits, Slots},
 };
@@ -16,10 +15,6 @@ struct Fake(Mutex<Vec<AnswerChunk>>);
 
 #[tonic::async_trait]
 impl Api for Fake {
-    async fn export(&self, _: &EngineCall) -> Result<Exported, EngineFailure> {
-        unreachable!("no test prefills")
-    }
-
     async fn generate(
         &self,
         _: &EngineCall,

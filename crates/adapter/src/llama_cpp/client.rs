@@ -6,12 +6,11 @@ use super::{
     response::{self, CompletionEvent},
 };
 use crate::{
-    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Exported, Finish},
-    failure,
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish},
+    calls, failure,
     http::{self, EngineHttp},
     server::{self, EngineServer, Instance},
 };
-use bytes::Bytes;
 use futures::{
     StreamExt,
     stream::{self, BoxStream},
@@ -20,13 +19,10 @@ use hyper::Method;
 use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::json;
-use std::{borrow::Cow, collections::HashMap, sync::Arc, time::Duration};
+use std::{borrow::Cow, collections::HashMap, sync::Arc};
 use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::TokenId;
 use tokio_util::sync::CancellationToken;
-
-/// Time limit for the answer to a request for which the server need not run the model.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) struct LlamaCppClient {
     http: EngineHttp,
@@ -72,20 +68,16 @@ impl LlamaCppClient {
     }
 }
 
-async fn get(http: &EngineHttp, path: &str) -> Result<Bytes, EngineFailure> {
-    failure::check(http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
-}
-
 pub(super) async fn models(http: &EngineHttp) -> Result<Vec<ListedModel>, EngineFailure> {
     #[derive(Deserialize)]
     struct Models {
         data: Vec<ListedModel>,
     }
-    Ok(response::json::<Models>(&get(http, "/v1/models").await?)?.data)
+    Ok(calls::get_json::<Models>(http, "/v1/models").await?.data)
 }
 
 pub(super) async fn props(http: &EngineHttp) -> Result<Props, EngineFailure> {
-    response::json(&get(http, "/props").await?)
+    calls::get_json(http, "/props").await
 }
 
 /// Returns the id of the token with this text, such as `<|im_end|>`; `None` if there is no such token.
@@ -98,13 +90,8 @@ pub(super) async fn special_token(http: &EngineHttp, text: &str) -> Result<Optio
         tokens: Vec<TokenId>,
     }
     let request = json!({ "content": text, "add_special": false, "parse_special": true });
-    let Tokens { tokens } = response::json(&tokenize(http, &request).await?)?;
+    let Tokens { tokens } = calls::json(&calls::post(http, "/tokenize", &request).await?)?;
     Ok(if let [token] = *tokens.as_slice() { Some(token) } else { None })
-}
-
-async fn tokenize(http: &EngineHttp, request: &serde_json::Value) -> Result<Bytes, EngineFailure> {
-    let body = Some(request.to_string().into_bytes());
-    failure::check(http.read(Method::POST, "/tokenize", body, ANSWER_TIMEOUT).await?)
 }
 
 #[tonic::async_trait]
@@ -144,10 +131,6 @@ impl Api for LlamaCppClient {
             _ => return Ok(()),
         };
         Err(Refusal::Unsupported(Cow::Borrowed(why)))
-    }
-
-    async fn export(&self, _: &EngineCall) -> Result<Exported, EngineFailure> {
-        Err(EngineFailure::Invalid("llama.cpp does not export KV".to_owned()))
     }
 
     async fn generate(
@@ -269,7 +252,7 @@ impl CompletionStream {
     /// Returns the tokens of a text, of which the server has reported only some.
     async fn tokens(&self, text: &str) -> Result<Vec<TokenId>, EngineFailure> {
         let request = json!({ "content": text, "add_special": false, "parse_special": false, "with_pieces": true });
-        response::json::<Tokenized>(&tokenize(&self.http, &request).await?)?.of(text)
+        calls::json::<Tokenized>(&calls::post(&self.http, "/tokenize", &request).await?)?.of(text)
     }
 
     fn end(&self, finish: Finish) -> AnswerChunk {

@@ -5,6 +5,7 @@ use super::{
     request::BodySettings,
 };
 use crate::{
+    adapter::EngineExchange,
     http::EngineHttp,
     mirror::{Mirror, MirrorSettings},
     server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
@@ -99,7 +100,7 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
     );
     let client = LlamaCppClient::new(http, BodySettings { context_length, prefix_caching, end_token });
     let events = std::future::pending().boxed();
-    let engine = ConnectedEngine { shared, family: None, instance: props.instance(), silence_max, events };
+    let engine = ConnectedEngine { shared, exchange: EngineExchange::None, instance: props.instance(), silence_max, events };
     Ok(Connected::new(Arc::new(client), engine, of_model, Vec::new()))
 }
 

@@ -1,5 +1,6 @@
 //! Requests to llama.cpp's `/completion`, with token ids as input and output.
 
+use crate::grammar;
 use serde::Serialize;
 use serde_json::Value;
 use tandem_engine::Sampling;
@@ -71,10 +72,7 @@ fn server_constraint(Constraint { kind, begins_after }: &Constraint) -> Result<S
             ServerConstraint::JsonSchema(serde_json::from_str(schema).map_err(|_| "the JSON schema is not valid JSON")?)
         }
         Kind::JsonObject => ServerConstraint::JsonSchema(serde_json::json!({ "type": "object" })),
-        Kind::Choice(texts) => {
-            let texts: Vec<String> = texts.iter().map(|text| Value::from(text.as_str()).to_string()).collect();
-            ServerConstraint::Grammar(format!("root ::= {}", texts.join(" | ")))
-        }
+        Kind::Choice(texts) => ServerConstraint::Grammar(grammar::choice(texts)),
         Kind::Grammar(grammar) if is_ebnf(grammar) => ServerConstraint::Grammar(grammar.clone()),
         Kind::Grammar(_) => return Err("llama.cpp has no grammars in Lark: send the grammar in GBNF"),
         Kind::Regex(_) => return Err("llama.cpp has no constraint by a regular expression: send a grammar in GBNF"),

@@ -2,9 +2,10 @@
 
 use crate::{
     api::{EngineFailure, Finish},
+    calls,
     failure::ErrorBody,
 };
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::Deserialize;
 use tandem_engine::{TokenLogprob, TokenLogprobs};
 use tandem_kv::TokenId;
 
@@ -69,14 +70,6 @@ struct TopToken {
     logprob: f32,
 }
 
-/// Decodes a JSON body.
-///
-/// # Errors
-/// Fails if the body does not have the expected form.
-pub(super) fn json<T: DeserializeOwned>(json: &[u8]) -> Result<T, EngineFailure> {
-    serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))
-}
-
 /// Decodes one event of a streamed answer, with at most `top` alternatives for its token.
 ///
 /// # Errors
@@ -92,7 +85,7 @@ pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<CompletionEvent, En
         timings,
         completion_probabilities,
         error,
-    } = json(data)?;
+    } = calls::json(data)?;
     if let Some(error) = error {
         return Err(EngineFailure::Failed(error.message()));
     }

@@ -7,29 +7,24 @@ use super::{
     response,
 };
 use crate::{
-    api::{AnswerChunk, Api, EngineCall, EngineFailure, Exported},
-    failure,
-    http::{self, ANSWER_MAX, EngineHttp},
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, Exported, RoomCall, WantedLogprobs},
+    calls, failure,
+    http::{self, ANSWER_MAX, EngineHttp, PROMPT_LOGPROBS_MAX},
+    kv_events::EventSource,
     salt::cache_salt,
+    served::ServedModels,
     server::{self, EngineServer, Instance},
 };
-use bytes::Bytes;
 use futures::{
     StreamExt,
     stream::{self, BoxStream},
 };
 use hyper::{Method, Response, body::Incoming};
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::Deserialize;
 use serde_json::json;
 use std::{collections::HashMap, time::Duration};
 use tandem_engine::{KvHandle, Sampling, TokenLogprobs};
 use tandem_kv::HashKey;
-
-/// Time limit for the answer to a request for which the server need not run the model.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Maximum size of an answer with the logprobs of a prompt, in bytes.
-const PROMPT_LOGPROBS_MAX: usize = 64 << 20;
 
 /// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
 const ID_PREFIX: &str = "generate-tokens-";
@@ -44,43 +39,11 @@ pub(super) struct VllmClient {
     hits_are_reported: bool,
 }
 
-#[derive(Clone, Debug, Default)]
-pub(super) struct ServedModels {
-    pub id: String,
-    /// The name or path from which the server loaded the base model; `None` if the server does not report it.
-    pub root: Option<String>,
-    /// The maximum length of a sequence, in tokens.
-    pub context_length: u32,
-    pub loras: Vec<String>,
-}
-
 pub(super) struct ClientSettings {
     pub http: EngineHttp,
     pub rank: Option<u32>,
     pub hash_key: HashKey,
     pub handle_valid: Duration,
-}
-
-#[derive(Debug, Deserialize)]
-struct VllmModel {
-    id: String,
-    root: Option<String>,
-    max_model_len: Option<u32>,
-    /// The base model of a LoRA.
-    parent: Option<String>,
-}
-
-/// The ZMQ endpoints and the topic of a rank's KV events, as `/kv_event_sources` reports them.
-#[derive(Clone, Debug, Deserialize)]
-pub(super) struct EventSource {
-    #[serde(default)]
-    enable_kv_cache_events: bool,
-    #[serde(default)]
-    publisher: String,
-    pub endpoint: String,
-    pub replay_endpoint: Option<String>,
-    #[serde(default)]
-    pub topic: String,
 }
 
 impl VllmClient {
@@ -98,52 +61,38 @@ impl VllmClient {
         &self.http
     }
 
-    async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
-        failure::check(self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
-    }
-
-    async fn get_json<T: DeserializeOwned>(&self, path: &str) -> Result<T, EngineFailure> {
-        serde_json::from_slice(&self.get(path).await?).map_err(|error| EngineFailure::Protocol(error.to_string()))
-    }
-
-    /// Returns the models that the server serves now; `None` if there are none. If the base model has several names, the first one is used.
-    ///
-    /// # Errors
-    /// Fails if the server does not answer, or answers with an error.
-    pub async fn models(&self) -> Result<Option<ServedModels>, EngineFailure> {
-        #[derive(Deserialize)]
-        struct Models {
-            data: Vec<VllmModel>,
-        }
-        let (loras, bases): (Vec<_>, Vec<_>) =
-            self.get_json::<Models>("/v1/models").await?.data.into_iter().partition(|model| model.parent.is_some());
-        let loras = loras.into_iter().map(|lora| lora.id).collect();
-        Ok(bases.into_iter().next().map(|VllmModel { id, root, max_model_len, .. }| ServedModels {
-            id,
-            root,
-            context_length: max_model_len.unwrap_or(u32::MAX),
-            loras,
-        }))
-    }
-
     pub async fn version(&self) -> Result<String, EngineFailure> {
         #[derive(Deserialize)]
         struct Version {
             version: String,
         }
-        Ok(self.get_json::<Version>("/version").await?.version)
+        Ok(calls::get_json::<Version>(&self.http, "/version").await?.version)
     }
 
     pub async fn metrics(&self) -> Result<String, EngineFailure> {
-        Ok(String::from_utf8_lossy(&self.get("/metrics").await?).into_owned())
+        Ok(String::from_utf8_lossy(&calls::get(&self.http, "/metrics").await?).into_owned())
     }
 
     /// Returns the source of a rank's KV events; `None` if the rank publishes none, or the server does not report it.
     pub async fn event_source(&self, rank: u32) -> Option<EventSource> {
-        let sources = self.get_json::<HashMap<String, EventSource>>("/kv_event_sources").await;
-        let sources =
-            sources.inspect_err(|error| tracing::debug!(%error, "the engine does not report where it publishes KV events"));
-        sources.ok()?.remove(&rank.to_string()).filter(|source| source.enable_kv_cache_events && source.publisher == "zmq")
+        /// The publisher of a rank's KV events, as `/kv_event_sources` reports it.
+        #[derive(Deserialize)]
+        struct RankPublisher {
+            #[serde(default)]
+            enable_kv_cache_events: bool,
+            #[serde(default)]
+            publisher: String,
+            endpoint: String,
+            replay_endpoint: Option<String>,
+            #[serde(default)]
+            topic: String,
+        }
+        let publishers = calls::get_json::<HashMap<String, RankPublisher>>(&self.http, "/kv_event_sources").await;
+        let publishers =
+            publishers.inspect_err(|error| tracing::debug!(%error, "the engine does not report where it publishes KV events"));
+        let of_rank = publishers.ok()?.remove(&rank.to_string())?;
+        let RankPublisher { enable_kv_cache_events, publisher, endpoint, replay_endpoint, topic } = of_rank;
+        (enable_kv_cache_events && publisher == "zmq").then_some(EventSource { endpoint, replay_endpoint, topic })
     }
 
     /// Sends a generation request. Returns when the head of the answer has arrived; the caller reads the body.
@@ -187,7 +136,7 @@ impl EngineServer for VllmClient {
 
 #[tonic::async_trait]
 impl Api for VllmClient {
-    async fn export(&self, call: &EngineCall) -> Result<Exported, EngineFailure> {
+    async fn export(&self, call: &EngineCall, _: Option<RoomCall>) -> Result<Exported, EngineFailure> {
         let sampling = Sampling::default();
         let body = GenerateBody {
             kv_transfer_params: Some(json!({ "do_remote_decode": true, "do_remote_prefill": false })),
@@ -196,7 +145,7 @@ impl Api for VllmClient {
         let answer = response::answer(&http::whole(self.send(call, &body).await?, ANSWER_MAX).await?)?;
         let cached_tokens = answer.usage.as_ref().and_then(response::AnswerUsage::cached_tokens);
         let bytes = handle::to_bytes(answer.kv_transfer_params);
-        let handle = bytes.map(|bytes| KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() });
+        let handle = bytes.map(|bytes| Some(KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() }));
         Ok(Exported { handle, cached_tokens })
     }
 
@@ -215,7 +164,7 @@ impl Api for VllmClient {
             ..self.body(call, SamplingParams::new(sampling, max_tokens))
         };
         let events = http::events(self.send(call, &body).await?);
-        let wanted = response::WantedLogprobs { top: sampling.logprobs, tokens: sampling.logprob_token_ids.clone() };
+        let wanted = WantedLogprobs::of(sampling);
         let chunks = events.map(move |event| match event?.as_str() {
             "[DONE]" => Ok(None),
             data => response::chunk(data.as_bytes(), &wanted).map(Some),
@@ -232,11 +181,7 @@ impl Api for VllmClient {
 
     async fn abort(&self, request_id: &str) {
         let ids = json!({ "request_ids": [format!("{ID_PREFIX}{request_id}")] });
-        let answer = self
-            .http
-            .read(Method::POST, "/inference/v1/abort_requests", Some(ids.to_string().into_bytes()), ANSWER_TIMEOUT)
-            .await;
-        if let Err(error) = answer {
+        if let Err(error) = calls::post(&self.http, "/inference/v1/abort_requests", &ids).await {
             tracing::debug!(%error, "a call to abort a request did not reach the engine");
         }
     }

@@ -1,32 +1,24 @@
 //! Connects to a vLLM server, and applies its events and checks its health as long as it runs.
 
 use super::{
-    InvalidEndpoint, MirrorUpdate, Subscription, SubscriptionSettings,
-    client::{ClientSettings, EventSource, ServedModels, VllmClient},
-    events::tier_of_medium,
+    client::{ClientSettings, VllmClient},
     metrics::{self, EngineConstants},
 };
 use crate::{
+    adapter::EngineExchange,
     http::EngineHttp,
+    kv_events::{self, KvEvents, MIRRORED_BLOCKS_MAX, SharedStore},
     mirror::{Mirror, MirrorSettings},
-    server::{self, ConnectError, Connected, ConnectedEngine, EngineEnded, ModelDescription, ServerDescription},
+    served::{self, ServedModels},
+    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
     shared::AdapterState,
     slots::{SlotLimits, Slots},
 };
 use futures::FutureExt;
-use std::{str::FromStr, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
-use tandem_kv::{HashKey, Tier};
+use tandem_kv::HashKey;
 use tandem_process::Secret;
-
-/// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
-const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// If no events arrive for this long, the adapter checks whether events were lost.
-const EVENTS_CHECK_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Maximum number of engine blocks in the mirror. The number is large because host memory may hold many times as many blocks as the device.
-const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 
 /// The settings of the connection to a vLLM server.
 #[derive(Clone, Debug)]
@@ -59,65 +51,10 @@ pub struct VllmSettings {
     pub silence_max: Duration,
 }
 
-/// A store outside of the server's host, from which several servers load each other's blocks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SharedStore {
-    /// The tier that the server's events name for blocks in the store.
-    tier: Tier,
-    /// The store's name, equal for all servers that use it.
-    name: String,
-}
-
-impl FromStr for SharedStore {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (medium, name) = text.split_once('=').filter(|(_, name)| !name.is_empty()).ok_or("write MEDIUM=NAME")?;
-        match tier_of_medium(medium) {
-            None | Some(Tier::Device) => Err(format!("{medium:?} is no medium of a store; use CPU, DISK, STORAGE or EXTERNAL")),
-            Some(tier) => Ok(Self { tier, name: name.to_owned() }),
-        }
-    }
-}
-
 impl VllmSettings {
-    /// Returns the settings for one of several ranks. Addresses of KV events are those of rank 0: vLLM adds the rank to their ports.
+    /// Returns the settings for one of several ranks.
     pub(crate) fn with_rank(self, rank: u32) -> Self {
-        let of_rank = |endpoint: String| {
-            let moved = endpoint.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
-            moved.map_or(endpoint.clone(), |(host, port)| format!("{host}:{}", u32::from(port) + rank))
-        };
-        let events = match self.events {
-            KvEvents::At { endpoint, replay, topic } => {
-                KvEvents::At { endpoint: of_rank(endpoint), replay: replay.map(of_rank), topic }
-            }
-            other => other,
-        };
-        Self { rank: Some(rank), events, ..self }
-    }
-}
-
-/// The addresses at which an engine publishes KV events.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KvEvents {
-    /// The server reports the addresses. If it reports none, the cached blocks are assumed from the requests that were routed to it.
-    Discover,
-    /// The engine publishes KV events at the addresses in the settings.
-    At {
-        /// The address of the events: `tcp://HOST:PORT` or `ipc://PATH`.
-        endpoint: String,
-        /// The address for replays; `None` if the engine offers no replays.
-        replay: Option<String>,
-        /// The ZMQ topic under which the engine publishes its batches of KV events.
-        topic: String,
-    },
-    /// The engine publishes no events. The cached blocks are assumed from the requests that were routed to the server.
-    None,
-}
-
-impl From<InvalidEndpoint> for ConnectError {
-    fn from(error: InvalidEndpoint) -> Self {
-        Self::Endpoint(error.to_string())
+        Self { rank: Some(rank), events: self.events.of_rank(rank), ..self }
     }
 }
 
@@ -164,7 +101,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     let capacity_blocks = u32::try_from(constants.capacity_tokens() / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
     let subscription = match constants.prefix_caching {
-        true => subscribe(&settings.events, &client, rank, &host).await?,
+        true => kv_events::subscribe(&settings.events, client.event_source(rank), rank, &host).await?,
         false => None,
     };
     let (endpoint, subscription) = subscription.unzip();
@@ -187,7 +124,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let shared = Arc::new(shared);
     let family = settings.nixl.then(|| {
         let EngineConstants { block_size, cache_dtype, .. } = &constants;
-        format!("nixl/vllm-{version}/{cache_dtype}/{block_size}").into()
+        Arc::<str>::from(format!("nixl/vllm-{version}/{cache_dtype}/{block_size}"))
     });
     tracing::info!(
         engine = %url,
@@ -208,33 +145,10 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
              '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}'"
         );
     }
-    let (events, silence_max) = (follow_events(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
+    let (events, silence_max) = (kv_events::follow(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
     let instance = Some(constants.started.to_string());
-    Ok(Connected::new(client, ConnectedEngine { shared, family, instance, silence_max, events }, model, loras))
-}
-
-/// Subscribes to the engine's KV events. Returns the endpoint and the subscription; `None` if the engine publishes no events.
-async fn subscribe(
-    events: &KvEvents,
-    client: &VllmClient,
-    rank: u32,
-    host: &str,
-) -> Result<Option<(String, Subscription)>, ConnectError> {
-    let source = match events {
-        KvEvents::None => None,
-        KvEvents::At { endpoint, replay, topic } => Some((endpoint.clone(), replay.clone(), topic.clone())),
-        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, host)).transpose()?,
-    };
-    let Some((endpoint, replay_endpoint, topic)) = source else { return Ok(None) };
-    let subscription = Subscription::start(SubscriptionSettings {
-        endpoint: endpoint.clone(),
-        replay_endpoint,
-        topic,
-        data_parallel_rank: rank,
-        timeout: EVENTS_TIMEOUT,
-        check_interval: EVENTS_CHECK_INTERVAL,
-    })?;
-    Ok(Some((endpoint, subscription)))
+    let exchange = family.map_or(EngineExchange::None, EngineExchange::Handles);
+    Ok(Connected::new(client, ConnectedEngine { shared, exchange, instance, silence_max, events }, model, loras))
 }
 
 fn model_description(served: &ServedModels) -> ModelDescription {
@@ -242,120 +156,7 @@ fn model_description(served: &ServedModels) -> ModelDescription {
 }
 
 async fn describe(client: &VllmClient) -> Result<(ServedModels, String, String), ConnectError> {
-    let described = || async { Ok((client.models().await?, client.version().await?, client.metrics().await?)) };
+    let described = || async { Ok((served::models(client.http()).await?, client.version().await?, client.metrics().await?)) };
     let (served, version, metrics) = server::wait_until(client.http(), described).await?;
     Ok((served.ok_or(ConnectError::NoModel)?, version, metrics))
-}
-
-/// Returns the source's addresses and topic. The engine's host replaces wildcard addresses, such as `*`, and loopback addresses.
-///
-/// # Errors
-/// Fails if an address is on another host. So an engine cannot make the worker connect to other servers.
-fn reachable(source: EventSource, host: &str) -> Result<(String, Option<String>, String), ConnectError> {
-    const LOOPBACK: [&str; 3] = ["127.0.0.1", "[::1]", "localhost"];
-    const ALL: [&str; 3] = ["*", "0.0.0.0", "[::]"];
-    let at = |endpoint: String| {
-        let address = endpoint.strip_prefix("tcp://").and_then(|address| address.rsplit_once(':'));
-        match address {
-            Some((of, port)) if of.eq_ignore_ascii_case(host) || LOOPBACK.contains(&of) || ALL.contains(&of) => {
-                Ok(format!("tcp://{host}:{port}"))
-            }
-            None if endpoint.starts_with("ipc://") && LOOPBACK.contains(&host) => Ok(endpoint),
-            _ => Err(ConnectError::Endpoint(format!(
-                "the engine at {host} reports {endpoint:?} as an address of its KV events, which is not on that host; if the address is right, set \
-                 --engine-events to it, otherwise change vLLM's --kv-events-config"
-            ))),
-        }
-    };
-    Ok((at(source.endpoint)?, source.replay_endpoint.map(at).transpose()?, source.topic))
-}
-
-async fn follow_events(shared: Arc<AdapterState>, subscription: Option<Subscription>) -> EngineEnded {
-    let Some(mut subscription) = subscription else { return std::future::pending().await };
-    let mut ignored = 0;
-    loop {
-        match subscription.next().await {
-            Some(MirrorUpdate::Batch(events)) => shared.update(|mirror| {
-                mirror.apply(&events);
-                let kinds = mirror.ignored_kinds();
-                if kinds.len() > ignored {
-                    ignored = kinds.len();
-                    tracing::warn!(?kinds, "the engine has layers whose rule for reuse is unknown; their cached blocks are ignored, so more cached tokens may be predicted than the engine finds");
-                }
-            }),
-            Some(MirrorUpdate::Lost(reason)) => {
-                tracing::warn!(%reason, "KV events of the engine were lost; its cache counts as empty until it reports blocks again");
-                shared.update(Mirror::clear);
-            }
-            Some(MirrorUpdate::Restarted) => return EngineEnded::Restarted,
-            None => {
-                tracing::error!("the task that receives KV events has failed; the worker connects to its engine again");
-                return EngineEnded::Gone;
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn events_are_read_only_from_the_engines_host() {
-        let from = |host: &str, endpoint: &str, replay: &str| {
-            let source = json!({ "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv" });
-            reachable(serde_json::from_value(source).expect("the source is complete"), host)
-        };
-        for (host, endpoint, at) in [
-            ("gpu-1", "tcp://*:5557", "tcp://gpu-1:5557"),
-            ("gpu-1", "tcp://[::]:5557", "tcp://gpu-1:5557"),
-            ("gpu-1", "tcp://127.0.0.1:5557", "tcp://gpu-1:5557"),
-            ("gpu-1", "tcp://GPU-1:5557", "tcp://gpu-1:5557"),
-            ("[::1]", "tcp://0.0.0.0:5557", "tcp://[::1]:5557"),
-            ("127.0.0.1", "ipc:///run/events", "ipc:///run/events"),
-        ] {
-            let (endpoint, replay, topic) = from(host, endpoint, endpoint).expect(endpoint);
-            assert_eq!((&*endpoint, replay.as_deref(), &*topic), (at, Some(at), "kv"));
-        }
-        for (host, foreign) in [
-            ("gpu-1", "tcp://gpu-2:5557"),
-            ("127.0.0.1", "tcp://169.254.169.254:80"),
-            ("gpu-1", "tcp://gpu-1@gpu-2:5557"),
-            ("gpu-1", "ipc:///run/events"),
-            ("gpu-1", "inproc://events"),
-        ] {
-            for (endpoint, replay) in [(foreign, "tcp://*:1"), ("tcp://*:1", foreign)] {
-                let error = from(host, endpoint, replay).expect_err(foreign).to_string();
-                assert!(error.contains(foreign) && error.contains("--engine-events"), "{error}");
-            }
-        }
-    }
-
-    #[test]
-    fn rank_is_added_to_the_ports_of_kv_events() {
-        let at = |endpoint: &str, replay: &str| KvEvents::At {
-            endpoint: endpoint.to_owned(),
-            replay: Some(replay.to_owned()),
-            topic: "kv".to_owned(),
-        };
-        let settings = VllmSettings {
-            url: "http://engine:8000".to_owned(),
-            key: None,
-            ca: None,
-            rank: None,
-            events: at("tcp://engine:5557", "tcp://[::1]:5657"),
-            block_size: None,
-            hash_key: HashKey::NONE,
-            running_max: 1,
-            waiting_max: 1,
-            nixl: false,
-            kv_lease: Duration::from_secs(30),
-            shared_store: None,
-            silence_max: Duration::from_secs(60),
-        };
-        let of_rank = settings.clone().with_rank(3);
-        assert_eq!((of_rank.rank, of_rank.events), (Some(3), at("tcp://engine:5560", "tcp://[::1]:5660")));
-        assert_eq!(settings.with_rank(0).events, at("tcp://engine:5557", "tcp://[::1]:5657"));
-    }
 }

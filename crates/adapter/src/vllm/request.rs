@@ -154,6 +154,7 @@ mod tests {
             repetition_penalty: 1.5,
             logit_bias: [(5, 3.0)].into(),
             seed: u64::MAX,
+            seed_is_given: true,
             stop_token_ids: vec![2],
             logprobs: Some(3),
             allowed_token_ids: [7, 8].into(),

@@ -1,7 +1,8 @@
 //! Answers of vLLM's `/inference/v1/generate`.
 
 use crate::{
-    api::{AnswerChunk, EngineFailure, EngineUsage, Finish},
+    api::{AnswerChunk, EngineFailure, EngineUsage, Finish, WantedLogprobs},
+    calls,
     failure::ErrorBody,
 };
 use serde::Deserialize;
@@ -80,20 +81,11 @@ impl AnswerUsage {
 /// # Errors
 /// Fails if the JSON is not an answer, or reports an error.
 pub(super) fn answer(json: &[u8]) -> Result<GenerateAnswer, EngineFailure> {
-    let answer: GenerateAnswer = serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))?;
+    let answer: GenerateAnswer = calls::json(json)?;
     match answer.error {
         Some(error) => Err(EngineFailure::Failed(error.message())),
         None => Ok(answer),
     }
-}
-
-/// The logprobs that a request asked for.
-#[derive(Default)]
-pub(super) struct WantedLogprobs {
-    /// The number of alternatives; `None` if no logprobs were requested.
-    pub top: Option<u32>,
-    /// The tokens that are reported as alternatives. If the list is empty, the likeliest tokens are reported.
-    pub tokens: Vec<TokenId>,
 }
 
 /// Decodes one event of a streamed answer, with the logprobs that the request asked for.
@@ -106,8 +98,8 @@ pub(super) fn chunk(json: &[u8], wanted: &WantedLogprobs) -> Result<AnswerChunk,
     for SampleChoice { finish_reason, token_ids, logprobs } in choices {
         chunk.finish = finish_reason.as_deref().map(finish).transpose()?;
         let mut logprobs = match (wanted.top, logprobs) {
-            (Some(top), Some(logprobs)) if logprobs.content.len() == token_ids.len() => {
-                logprobs.content.into_iter().map(|sampled| Some(sampled.with_top(top, &wanted.tokens))).collect()
+            (Some(_), Some(logprobs)) if logprobs.content.len() == token_ids.len() => {
+                logprobs.content.into_iter().map(|sampled| Some(sampled.wanted(wanted))).collect()
             }
             (Some(_), _) if !token_ids.is_empty() => {
                 return Err(EngineFailure::Protocol("the answer's tokens lack the requested logprobs".to_owned()));
@@ -130,19 +122,10 @@ fn finish(reason: &str) -> Result<Finish, EngineFailure> {
 }
 
 impl SampledLogprob {
-    /// Returns the logprob with the alternatives `tokens`, or with the `top` likeliest ones if `tokens` is empty.
-    fn with_top(mut self, top: u32, tokens: &[TokenId]) -> TokenLogprobs {
-        if !tokens.is_empty() {
-            let logprob = |token: &TokenId| {
-                let found = self.top_logprobs.iter().find(|alternative| alternative.token_id == *token);
-                found.map(|found| TokenLogprob { token: *token, logprob: found.logprob })
-            };
-            return TokenLogprobs { logprob: self.logprob, top: tokens.iter().filter_map(logprob).collect() };
-        }
+    fn wanted(mut self, wanted: &WantedLogprobs) -> TokenLogprobs {
         self.top_logprobs.sort_by_key(|alternative| alternative.rank);
-        let top = self.top_logprobs.into_iter().take(top as usize);
-        let top = top.map(|TopLogprob { token_id, logprob, .. }| TokenLogprob { token: token_id, logprob }).collect();
-        TokenLogprobs { logprob: self.logprob, top }
+        let known = |top: &TopLogprob| TokenLogprob { token: top.token_id, logprob: top.logprob };
+        wanted.choose(self.logprob, &self.top_logprobs.iter().map(known).collect::<Vec<_>>())
     }
 }
 

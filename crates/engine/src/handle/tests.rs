@@ -141,8 +141,10 @@ async fn prefill_is_computed_completely_although_its_events_are_not_read() {
     let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { max_buffered_events: 1, ..SETTINGS });
     let Generate { request_id, account, priority, namespace, .. } = generate(1);
     let prompt = (0..1_000).map(|position| position % 250).collect();
-    let mut job =
-        engine.prefill(Prefill { request_id, account, priority, namespace, prompt }).await.expect("the job fits in the cache");
+    let mut job = engine
+        .prefill(Prefill { request_id, account, priority, namespace, prompt, first_token: None })
+        .await
+        .expect("the job fits in the cache");
     job.send_blocks((0..63).collect(), BlockAccess::Copied).await;
     engine.wait_for_load(|load| load.pending_prefill_tokens == 0 && load.in_use_blocks == 63).await;
     let mut blocks = 0;

@@ -177,7 +177,14 @@ fn prompt(text: &str, len: usize) -> Vec<TokenId> {
 }
 
 fn prefill(prompt: Vec<TokenId>) -> Prefill {
-    Prefill { request_id: "p".to_owned(), account: String::new(), priority: Priority::default(), namespace: namespace(), prompt }
+    Prefill {
+        request_id: "p".to_owned(),
+        account: String::new(),
+        priority: Priority::default(),
+        namespace: namespace(),
+        prompt,
+        first_token: None,
+    }
 }
 
 fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {

@@ -17,7 +17,7 @@ const FIRST_FLAGS: [(&str, &str); 20] = [
     ("model", "The model: a file, a stored model's name, hf:ORG/NAME or pypi:PACKAGE [default: SmolLM2-135M-Instruct]"),
     ("listen", "Address and port; a port alone is one of this machine"),
     ("engine", "What computes the model"),
-    ("engine_url", "URLs of the servers that run already, for --engine vllm and llama-cpp"),
+    ("engine_url", "URLs of the servers that run already, for --engine vllm, sglang and llama-cpp"),
     ("prefill_workers", "Number of workers that compute prompts"),
     ("decode_workers", "Number of workers that generate"),
     ("router", "Addresses of the routers, separated by commas [default: 127.0.0.1:7000]"),

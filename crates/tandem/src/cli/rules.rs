@@ -38,8 +38,8 @@ const NEEDS: &[(&[&str], &[&str])] = &[
 /// Settings of engines in Tandem's processes. An external engine has settings of its own.
 const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget", "slo-itl"];
 
-/// Settings that only vLLM servers need, besides those with default values.
-const SETTINGS_OF_VLLM: &[&str] = &["prefill-engine-url", "engine-events-replay", "engine-rank"];
+/// Settings that llama.cpp servers do not need, besides those with default values.
+const SETTINGS_OF_OTHERS: &[&str] = &["prefill-engine-url", "engine-events-replay", "engine-rank"];
 
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
@@ -104,7 +104,7 @@ fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool)
     let engine = given.try_get_one::<EngineKind>("engine").ok().flatten().copied().unwrap_or_default();
     let urls = given.try_get_many::<String>("engine_url").ok().flatten().map_or(0, Iterator::count);
     let Some(server) = engine.server() else {
-        return if urls == 0 { Ok(()) } else { Err("--engine-url needs --engine vllm or llama-cpp".to_owned()) };
+        return if urls == 0 { Ok(()) } else { Err("--engine-url needs --engine vllm, sglang or llama-cpp".to_owned()) };
     };
     let name = engine.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
     if let Some(flag) = SETTINGS_OF_OWN_ENGINES.iter().find(&is_set) {
@@ -112,6 +112,7 @@ fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool)
     }
     match engine {
         EngineKind::LlamaCpp => check_llama_cpp(role, given, is_set)?,
+        EngineKind::Sglang => check_sglang(given, urls, is_set)?,
         _ => check_vllm(role, given, urls, is_set)?,
     }
     match (role, urls) {
@@ -124,8 +125,14 @@ fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool)
     }
 }
 
-/// Checks the settings of vLLM servers. `urls` is the number of servers in `--engine-url`.
-fn check_vllm(role: &str, given: &ArgMatches, urls: usize, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+/// Checks the settings of servers that publish KV events. `urls` is the number of servers in `--engine-url`, and `without_cache` the flag with
+/// which a server reuses no prompts.
+fn check_events(
+    given: &ArgMatches,
+    urls: usize,
+    without_cache: (&str, &str),
+    is_set: impl Fn(&&&str) -> bool,
+) -> Result<(), String> {
     let events = given.try_get_one::<String>("engine_events").ok().flatten();
     let has_endpoint = events.is_some_and(|events| !matches!(&**events, "discover" | "none"));
     if has_endpoint && (urls > 1 || is_set(&&"prefill-engine-url")) {
@@ -138,11 +145,28 @@ fn check_vllm(role: &str, given: &ArgMatches, urls: usize, is_set: impl Fn(&&&st
         return Err("--engine-events-replay needs --engine-events with an endpoint".to_owned());
     }
     if given.try_get_one::<bool>("no_prefix_caching").ok().flatten() == Some(&true) {
+        let (server, flag) = without_cache;
+        return Err(format!(
+            "--no-prefix-caching has no effect with --engine {}; start the {server} server with {flag}",
+            server.to_ascii_lowercase()
+        ));
+    }
+    Ok(())
+}
+
+/// Checks the settings of SGLang servers, which know by their own flags how they exchange KV.
+fn check_sglang(given: &ArgMatches, urls: usize, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+    if given.try_get_one::<KvConnector>("engine_kv_connector").ok().flatten() == Some(&KvConnector::Nixl) {
         return Err(
-            "--no-prefix-caching has no effect with --engine vllm; start the vLLM server with --no-enable-prefix-caching"
-                .to_owned(),
+            "--engine-kv-connector is for --engine vllm only; start SGLang servers with --disaggregation-mode instead".to_owned()
         );
     }
+    check_events(given, urls, ("SGLang", "--disable-radix-cache"), is_set)
+}
+
+/// Checks the settings of vLLM servers. `urls` is the number of servers in `--engine-url`.
+fn check_vllm(role: &str, given: &ArgMatches, urls: usize, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+    check_events(given, urls, ("vLLM", "--no-enable-prefix-caching"), is_set)?;
     let connector = given.try_get_one::<KvConnector>("engine_kv_connector").ok().flatten();
     if role == "prefill-worker" && connector != Some(&KvConnector::Nixl) {
         return Err("a prefill worker's vLLM server must send its KV to others: set --engine-kv-connector nixl, and start the server with \
@@ -163,8 +187,8 @@ fn check_llama_cpp(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bo
     let events = given.try_get_one::<String>("engine_events").ok().flatten().is_some_and(|events| events != "discover");
     let given_flags = [("engine-kv-connector", exchanges), ("engine-events", events)];
     let given_flags = given_flags.into_iter().filter_map(|(flag, given)| given.then_some(flag));
-    if let Some(flag) = given_flags.chain(SETTINGS_OF_VLLM.iter().filter(&is_set).copied()).next() {
-        return Err(format!("--{flag} is for --engine vllm only; leave it out with --engine llama-cpp"));
+    if let Some(flag) = given_flags.chain(SETTINGS_OF_OTHERS.iter().filter(&is_set).copied()).next() {
+        return Err(format!("--{flag} is not for --engine llama-cpp; leave it out"));
     }
     let caches = given.try_get_one::<bool>("no_prefix_caching").ok().flatten() == Some(&false);
     let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();

@@ -227,15 +227,24 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--slo-itl", "20"],
             "--slo-itl has no effect with --engine vllm",
         ),
+        (&["up", "--engine", "sglang"], "--engine sglang needs --engine-url with the URL of a SGLang server"),
+        (
+            &["decode-worker", "--engine", "sglang", "--engine-url", "http://e:1", "--engine-kv-connector", "nixl"],
+            "--engine-kv-connector is for --engine vllm only",
+        ),
+        (
+            &["up", "--engine", "sglang", "--engine-url", "http://e:1", "--no-prefix-caching"],
+            "--no-prefix-caching has no effect with --engine sglang; start the SGLang server with --disable-radix-cache",
+        ),
         (&["up", "--engine", "llama-cpp"], "--engine llama-cpp needs --engine-url with the URL of a llama.cpp server"),
         (&["prefill-worker", "--engine", "llama-cpp", "--engine-url", "http://e:1"], "llama.cpp's server cannot send KV"),
         (
             &["up", "--engine", "llama-cpp", "--engine-url", "http://e:1", "--prefill-engine-url", "http://f:1"],
-            "--prefill-engine-url is for --engine vllm only",
+            "--prefill-engine-url is not for --engine llama-cpp",
         ),
         (
             &["decode-worker", "--engine", "llama-cpp", "--engine-url", "http://e:1", "--engine-kv-connector", "nixl"],
-            "--engine-kv-connector is for --engine vllm only",
+            "--engine-kv-connector is not for --engine llama-cpp",
         ),
         (
             &["up", "--engine=llama-cpp", "--engine-url=http://e:1", "--account-header=x-a", "--trusted-proxies=10.0.0.1"],

@@ -122,6 +122,7 @@ impl EngineConfig {
             silence_max: Duration::from_secs(self.worker.step_timeout.into()),
         };
         Ok(match self.model.engine {
+            EngineKind::Sglang => ServerSettings::Sglang(external.sglang(url, ca, key.hash_key(), &limits)),
             EngineKind::LlamaCpp => ServerSettings::LlamaCpp(external.llama_cpp(url, ca, key.hash_key(), &limits)),
             _ => ServerSettings::Vllm(external.vllm(url, ca, key.hash_key(), &limits)),
         })

@@ -122,7 +122,7 @@ impl Cluster {
     pub async fn start_found_in(settings: UpSettings, folders: &[PathBuf]) -> Result<Self, StartError> {
         EngineConfig::new(&settings.common, &settings.model, &settings.worker).check_device()?;
         let prefills = match settings.model.engine {
-            EngineKind::Vllm | EngineKind::LlamaCpp => !settings.prefill_engine_url.is_empty(),
+            EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => !settings.prefill_engine_url.is_empty(),
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => settings.prefill_workers > 0,
         };
         if settings.router.prefill == PrefillPlace::Remote && !prefills {
@@ -165,7 +165,9 @@ impl Cluster {
         let file = RunningFile::write(folders, &access.running(router, &key_source));
         let starting = parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?;
         let (workers, served) = match settings.model.engine {
-            EngineKind::Vllm | EngineKind::LlamaCpp => fleet::workers(&parts, &settings, &mut config, &back).await?,
+            EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => {
+                fleet::workers(&parts, &settings, &mut config, &back).await?
+            }
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
                 let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
                 (workers, vec![served])
@@ -237,6 +239,7 @@ impl ServedProcess for Cluster {
             EngineKind::Cuda => "on the GPU",
             EngineKind::Sim => "simulated",
             EngineKind::Vllm => "on vLLM",
+            EngineKind::Sglang => "on SGLang",
             EngineKind::LlamaCpp => "on llama.cpp",
         };
         let mut places = vec![("frontend", url.clone())];

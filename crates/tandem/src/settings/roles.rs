@@ -33,11 +33,12 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_DECODE_WORKERS", help_heading = "Workers", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub decode_workers: u32,
 
-    /// URLs of the vLLM servers that only prefill, separated by commas; they and those in --engine-url need vLLM's NixlConnector
+    /// URLs of the vLLM or SGLang servers that only prefill, separated by commas. vLLM's need its NixlConnector, as those in --engine-url do;
+    /// SGLang's need --disaggregation-mode prefill, and those in --engine-url --disaggregation-mode decode
     #[arg(
         long,
         env = "TANDEM_PREFILL_ENGINE_URL",
-        help_heading = "External engine (--engine vllm, llama-cpp)",
+        help_heading = "External engine (--engine vllm, sglang, llama-cpp)",
         value_name = "URLS",
         value_delimiter = ','
     )]
@@ -46,7 +47,7 @@ pub struct UpSettings {
 
     /// Without --model, use the tokenizer and chat template of the Hugging Face repository that a server of another machine names. A server of
     /// this machine is always trusted. A server of another machine never chooses a file of this one
-    #[arg(long, env = "TANDEM_TRUST_ENGINE_MODEL", help_heading = "External engine (--engine vllm, llama-cpp)")]
+    #[arg(long, env = "TANDEM_TRUST_ENGINE_MODEL", help_heading = "External engine (--engine vllm, sglang, llama-cpp)")]
     pub trust_engine_model: bool,
 
     #[command(flatten)]

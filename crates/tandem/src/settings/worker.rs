@@ -51,7 +51,7 @@ pub struct WorkerArgs {
 
     /// Time after which a step that has not ended counts as hung, in seconds: the worker's requests fail over to other workers, and it gets
     /// no new ones until the step ends. The default is how long clients and proxies usually wait for a first token; set it lower for a
-    /// device with fast steps. A server of --engine vllm or llama-cpp counts as hung if for this time it answers no health check and no
+    /// device with fast steps. An external server counts as hung if for this time it answers no health check and no
     /// request on it makes progress
     #[arg(long, env = "TANDEM_STEP_TIMEOUT", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     pub step_timeout: u32,
@@ -97,7 +97,7 @@ impl WorkerArgs {
     pub fn capacity_blocks(&self, engine: EngineKind, block_size: u32) -> Option<u32> {
         let by_default = match engine {
             EngineKind::Cpu => Some(16_384),
-            EngineKind::Cuda | EngineKind::Vllm | EngineKind::LlamaCpp => None,
+            EngineKind::Cuda | EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => None,
             EngineKind::Sim => Some(65_536),
         };
         self.kv_capacity_tokens.or(by_default).map(|tokens| (tokens / block_size).max(1))
@@ -106,7 +106,7 @@ impl WorkerArgs {
     /// Returns the maximum number of tokens that are computed in one step of an engine.
     pub fn chunk_budget(&self, engine: EngineKind) -> u32 {
         self.prefill_chunk_budget.unwrap_or(match engine {
-            EngineKind::Cpu | EngineKind::Sim | EngineKind::Vllm | EngineKind::LlamaCpp => 512,
+            EngineKind::Cpu | EngineKind::Sim | EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => 512,
             EngineKind::Cuda => 8_192,
         })
     }

@@ -74,6 +74,7 @@ impl Member {
         Candidate {
             role: self.role,
             family: self.family.clone(),
+            needs_prefill_worker: info.needs_prefill_worker,
             excluded: false,
             tokens_max: capacity.min(context),
             held_blocks: prefix.held_blocks,

@@ -56,14 +56,15 @@ fn bandwidth_is_estimated_for_each_transfer_family_separately() {
 
 fn any_worker() -> impl Strategy<Value = Candidate> {
     let family = option::of(prop_oneof![Just(""), Just("a"), Just("b")]);
-    (any::<(bool, bool, bool)>(), family, 0..2_000_u64, 0..20_u32, 0..6_u32).prop_map(
-        |((prefills, excluded, is_small), family, queued_tokens, sequences, overlap_blocks)| Candidate {
+    (any::<(bool, bool, bool, bool)>(), family, 0..2_000_u64, 0..20_u32, 0..6_u32).prop_map(
+        |((prefills, excluded, is_small, needs_prefill_worker), family, queued_tokens, sequences, overlap_blocks)| Candidate {
             family: family.map(Into::into),
             excluded,
             tokens_max: if is_small { 99 } else { 100_000 },
             queued_tokens,
             sequences,
             overlap_blocks,
+            needs_prefill_worker: needs_prefill_worker && !prefills,
             ..if prefills { prefill() } else { decode() }
         },
     )
@@ -93,9 +94,9 @@ proptest! {
         let is_eligible = |worker: &Candidate| !worker.excluded && worker.tokens_max >= 100;
         let mut choices = pairs(&is_eligible);
         if !remote_only {
-            let decode = workers.iter().enumerate().filter(|(_, worker)| worker.role == WorkerRole::Decode && is_eligible(worker));
+            let is_alone = |worker: &Candidate| worker.role == WorkerRole::Decode && !worker.needs_prefill_worker;
+            let decode = workers.iter().enumerate().filter(|(_, worker)| is_alone(worker) && is_eligible(worker));
             let mut local: Vec<_> = decode.map(|(at, _)| (at, None)).collect();
-            // If no decode worker is eligible, `choices` has no pair either.
             choices.append(&mut local);
         }
         let lowest = choices.iter().map(|choice| total(*choice)).min_by(f64::total_cmp);
@@ -107,14 +108,16 @@ proptest! {
             (Err(error), None) => {
                 let has = |role| workers.iter().any(|worker| worker.role == role);
                 let fits = |worker: &Candidate| worker.tokens_max >= 100;
-                let (any_pair, any_fitting) = match remote_only {
-                    true => (!pairs(&|_| true).is_empty(), !pairs(&fits).is_empty()),
-                    false => (true, workers.iter().any(|worker| worker.role == WorkerRole::Decode && fits(worker))),
-                };
+                let alone: Vec<_> =
+                    workers.iter().filter(|worker| worker.role == WorkerRole::Decode && !worker.needs_prefill_worker).collect();
+                let any_pair = !pairs(&|_| true).is_empty() || !remote_only && !alone.is_empty();
+                let any_fitting = !pairs(&fits).is_empty() || !remote_only && alone.iter().any(|worker| fits(worker));
                 let expected = match error {
                     NoEligibleWorker::NoDecodeWorker => !has(WorkerRole::Decode),
                     NoEligibleWorker::NoPrefillWorker => remote_only && has(WorkerRole::Decode) && !has(WorkerRole::Prefill),
-                    NoEligibleWorker::NoCommonFamily => has(WorkerRole::Decode) && has(WorkerRole::Prefill) && !any_pair,
+                    NoEligibleWorker::NoCommonFamily => remote_only && has(WorkerRole::Decode) && has(WorkerRole::Prefill) && !any_pair,
+                    NoEligibleWorker::NoPartner => !remote_only && has(WorkerRole::Decode) && !any_pair,
+                    NoEligibleWorker::NoPromptLogprobs => false,
                     NoEligibleWorker::PromptTooLong => has(WorkerRole::Decode) && any_pair && !any_fitting,
                     NoEligibleWorker::AllFailed => any_fitting,
                 };

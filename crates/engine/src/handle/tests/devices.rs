@@ -115,6 +115,7 @@ async fn failed_block_read_fails_all_jobs() {
         priority: Priority::default(),
         namespace: generate(1).namespace,
         prompt: (0..100).collect(),
+        first_token: None,
     };
     let mut job = engine.prefill(prefill).await.expect("the job fits in the cache");
     job.send_blocks(vec![0, 1, 2], BlockAccess::Copied).await;

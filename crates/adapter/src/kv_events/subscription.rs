@@ -1,6 +1,6 @@
-//! Receives the KV events that one data-parallel rank of a vLLM server publishes, and detects each loss of events.
+//! Receives the KV events that one data-parallel rank of a server publishes, and detects each loss of events.
 //!
-//! vLLM publishes its KV events in batches, numbered from 0, on a PUB socket, which drops batches that a slow subscriber does not receive.
+//! vLLM and SGLang publish their KV events in batches, numbered from 0, on a PUB socket, which drops batches that a slow subscriber does not receive.
 //! A ROUTER socket sends the most recent batches again on request (*replay*). A task reads both sockets and delivers each batch once and in
 //! order:
 //!
@@ -18,7 +18,7 @@ mod zmtp;
 
 pub use zmtp::InvalidEndpoint;
 
-use super::events::{EventBatch, MalformedBatch, decode};
+use super::decode::{EventBatch, MalformedBatch, decode};
 use crate::event::EngineEvent;
 use socket::{EventReplay, Live};
 use std::{

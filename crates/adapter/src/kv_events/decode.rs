@@ -1,11 +1,11 @@
-//! Decodes the batches of KV events that vLLM publishes: msgpack, `[time, [event, …], data-parallel rank]`.
+//! Decodes the batches of KV events that vLLM and SGLang publish: msgpack, `[time, [event, …], data-parallel rank]`.
 //!
-//! Since vLLM 0.30, an event is a map with its name under `type`; before, it was an array that begins with its name. Unknown fields and
-//! events are ignored. A malformed batch is an error as a whole, because the events in it are lost.
+//! An event of SGLang, and of vLLM since 0.30, is a map with its name under `type`; before, vLLM's was an array that begins with its name.
+//! Unknown fields and events are ignored. A malformed batch is an error as a whole, because the events in it are lost.
 
 use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, UnknownMedium};
 use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
-use tandem_kv::Tier;
+use tandem_kv::{Tier, TokenId};
 
 /// A batch of KV events: the changes that one step of the engine made to its cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +47,8 @@ const DEPTH_MAX: usize = 16;
 
 /// Maximum length of a block's hash, in bytes. The mirror keeps the hashes; the longest that vLLM computes is a SHA-256.
 const HASH_MAX: usize = 64;
+/// The position of a field that arrays do not have.
+const NOT_LISTED: usize = usize::MAX;
 /// Maximum length of the kept name of an unknown medium, in characters.
 const MEDIUM_CHARS_MAX: usize = 32;
 
@@ -165,15 +167,19 @@ fn stored(fields: Fields<'_>) -> Result<BlocksStored, MalformedBatch> {
     let hashes = fields.required("block_hashes", 1, |value| list(value, hash))?;
     let lora = fields.optional("lora_name", 7, text)?;
     let keys = fields.optional("extra_keys", 8, |value| list(value, |keys| extra_keys(keys, lora)))?;
-    let keys = match (lora, fields.get("lora_id", 5)) {
+    let parent = fields.optional("parent_block_hash", 2, hash)?;
+    let salt = fields.optional("cache_salt", NOT_LISTED, text)?;
+    let keys = match (lora, fields.get("lora_id", 5), salt) {
         // The events of old versions of vLLM do not name the LoRA.
-        (None, Some(_)) => vec![ExtraKeys::Other; hashes.len()],
+        (None, Some(_), _) => vec![ExtraKeys::Other; hashes.len()],
+        // SGLang repeats the salt in all events of a prompt. As with vLLM, only the prompt's first block has it as a key.
+        (_, None, Some(salt)) if parent.is_none() => vec![ExtraKeys::Text(salt.to_owned())],
         _ => keys.unwrap_or_default(),
     };
     Ok(BlocksStored {
         hashes,
-        parent: fields.optional("parent_block_hash", 2, hash)?,
-        tokens: fields.required("token_ids", 3, |value| list(value, number))?,
+        parent,
+        tokens: fields.required("token_ids", 3, |value| list(value, token))?,
         block_size: fields.required("block_size", 4, number)?,
         lora: lora.map(str::to_owned),
         extra_keys: keys,
@@ -211,8 +217,16 @@ fn number(value: &ValueRef<'_>) -> Option<u32> {
     value.as_u64().and_then(|number| u32::try_from(number).ok())
 }
 
+/// Returns a token. SGLang with a draft model (EAGLE) sends each token as a pair with the next one.
+fn token(value: &ValueRef<'_>) -> Option<TokenId> {
+    match value {
+        ValueRef::Array(pair) => pair.first().and_then(number),
+        _ => number(value),
+    }
+}
+
 /// Returns the hash in a field; `None` if the field has another type, or if the hash is too long. vLLM sends 64 bits of a hash as a number or,
-/// if so configured, the whole hash as bytes. Versions that use Python's own hash function send signed numbers.
+/// if so configured, the whole hash as bytes. SGLang, and versions of vLLM that use Python's own hash function, send signed numbers.
 fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     match value {
         ValueRef::Integer(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number),

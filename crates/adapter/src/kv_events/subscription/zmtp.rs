@@ -1,4 +1,4 @@
-//! A client of one ZMQ peer: ZMTP 3.0 without encryption (<https://rfc.zeromq.org/spec/23/>), as vLLM's sockets speak it.
+//! A client of one ZMQ peer: ZMTP 3.0 without encryption (<https://rfc.zeromq.org/spec/23/>), as the sockets of vLLM and SGLang speak it.
 //!
 //! The peer needs no key and may be any process, so a frame's length is checked before memory is reserved for it.
 
@@ -11,8 +11,8 @@ use tokio::{
 };
 
 /// Maximum size of a message, and so of each of its frames, in bytes. No longer batch is decoded.
-pub(super) const MESSAGE_MAX: usize = crate::vllm::events::PAYLOAD_MAX;
-/// Maximum number of frames in a message. vLLM sends at most four.
+pub(super) const MESSAGE_MAX: usize = crate::kv_events::decode::PAYLOAD_MAX;
+/// Maximum number of frames in a message. The engines send at most four.
 pub(super) const FRAMES_MAX: usize = 8;
 /// The number of bytes that are read at once.
 const READ: usize = 64 << 10;
@@ -45,7 +45,7 @@ pub(super) enum SocketError {
     TimedOut,
     #[error("the engine has closed the connection")]
     Closed,
-    #[error("the peer does not support ZMTP 3 without encryption; check that vLLM publishes its KV events at this port")]
+    #[error("the peer does not support ZMTP 3 without encryption; check that the engine publishes its KV events at this port")]
     Greeting,
     #[error("the engine announced a message of more than {MESSAGE_MAX} bytes, which is the limit")]
     TooLong,

@@ -9,6 +9,8 @@ const STORED: &str = include_str!("../../../testdata/vllm-0.32/stored.hex");
 const HITS_THEN_STORED: &str = include_str!("../../../testdata/vllm-0.32/hits_then_stored.hex");
 const CLEARED_THEN_STORED: &str = include_str!("../../../testdata/vllm-0.32/cleared_then_stored.hex");
 const REMOVED_THEN_STORED: &str = include_str!("../../../testdata/vllm-0.32/removed_then_stored.hex");
+/// A payload that SGLang 0.5.23 published, as hexadecimal digits.
+const SGLANG_STORED: &str = include_str!("../../../testdata/sglang-0.5.23/stored.hex");
 
 fn bytes(digits: &str) -> Vec<u8> {
     let digits: Vec<u8> = digits.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
@@ -99,6 +101,78 @@ fn array_events_of_older_vllm_versions_are_decoded() {
         EngineEvent::Cleared,
     ];
     assert_eq!(batch.events, expected);
+}
+
+#[test]
+fn event_recorded_from_sglang_is_decoded() {
+    let batch = decode(&bytes(SGLANG_STORED)).unwrap();
+    assert_eq!(batch.data_parallel_rank, Some(0));
+    let [EngineEvent::Stored(stored)] = &batch.events[..] else { panic!("{batch:?}") };
+    let first = (-6_692_850_346_602_941_858_i64).cast_unsigned();
+    assert_eq!((stored.hashes.len(), &stored.hashes[0], &stored.parent), (4, &EngineHash::Number(first), &None));
+    assert_eq!((stored.block_size, stored.tokens.len(), &stored.tokens[..2]), (16, 64, &[8_019, 8_056][..]));
+    assert_eq!(stored.extra_keys, [ExtraKeys::Text("salt-one".to_owned())]);
+    assert_eq!((&stored.tier, &stored.lora, stored.group), (&Ok(Tier::Device), &None, None));
+}
+
+/// The fields of SGLang 0.5.23. It leaves fields without a value out, except those that have no default value.
+fn sglang_stored(parent: Value, tokens: Vec<Value>, more: &[(&str, Value)]) -> Value {
+    let fields = [
+        ("block_hashes", Value::Array(vec![Value::from(-2), 7.into()])),
+        ("parent_block_hash", parent),
+        ("token_ids", Value::Array(tokens)),
+        ("block_size", 1.into()),
+        ("lora_id", Value::Nil),
+    ];
+    named("BlockStored", &[&fields[..], more].concat())
+}
+
+#[test]
+fn salt_in_sglangs_events_is_a_key_of_the_prompts_first_block_only() {
+    let tokens = || vec![Value::from(3), 4.into()];
+    let salted = [("medium", Value::from("GPU")), ("cache_salt", "s".into()), ("session_id", "x".into())];
+    let batch = decode(&batch_of(vec![
+        sglang_stored(Value::Nil, tokens(), &salted),
+        sglang_stored(Value::from(-9), tokens(), &salted),
+        sglang_stored(Value::Nil, tokens(), &[("medium", "CPU_PINNED".into())]),
+        named("BlockRemoved", &[("block_hashes", Value::Array(vec![Value::from(-2)])), ("medium", "DISK".into())]),
+        named("AllBlocksCleared", &[]),
+    ]))
+    .unwrap();
+    let hashes = vec![EngineHash::Number(u64::MAX - 1), EngineHash::Number(7)];
+    let first = BlocksStored {
+        hashes: hashes.clone(),
+        parent: None,
+        tokens: vec![3, 4],
+        block_size: 1,
+        lora: None,
+        extra_keys: vec![ExtraKeys::Text("s".to_owned())],
+        tier: Ok(Tier::Device),
+        group: None,
+        kind: None,
+        window_tokens: None,
+        session: Some("x".to_owned()),
+    };
+    let second = BlocksStored { parent: Some(EngineHash::Number(9_u64.wrapping_neg())), extra_keys: Vec::new(), ..first.clone() };
+    let unsalted = BlocksStored { extra_keys: Vec::new(), tier: Ok(Tier::Host), session: None, ..first.clone() };
+    let removed = BlocksRemoved { hashes: hashes[..1].to_vec(), tier: Ok(Tier::Disk), group: None };
+    let expected = [
+        EngineEvent::Stored(first),
+        EngineEvent::Stored(second),
+        EngineEvent::Stored(unsalted),
+        EngineEvent::Removed(removed),
+        EngineEvent::Cleared,
+    ];
+    assert_eq!(batch.events, expected);
+}
+
+#[test]
+fn first_token_of_each_pair_counts_in_events_of_sglang_with_a_draft_model() {
+    let pair = |first: u32, second: u32| Value::Array(vec![first.into(), second.into()]);
+    let tokens_of = |tokens| decode(&batch_of(vec![sglang_stored(Value::Nil, tokens, &[])])).map(|batch| batch.events);
+    let events = tokens_of(vec![pair(3, 4), pair(4, 5)]).unwrap();
+    assert!(matches!(&events[..], [EngineEvent::Stored(stored)] if stored.tokens == [3, 4]), "{events:?}");
+    assert_eq!(tokens_of(vec![pair(3, 4), Value::Array(Vec::new())]), Err(MalformedBatch::Field("token_ids")));
 }
 
 #[test]
