@@ -300,8 +300,11 @@ async fn lost_decode_server_is_not_blamed_on_the_prefill_server() -> Result<()> 
     let mut job = adapter.generate(request).await?;
     assert!(matches!(next(&mut *job).await?, Some(Event::Submitted)));
     job.pull(KvHandle::of_room("127.0.0.1:8998", new_room(), LIMIT)).await;
-    until("the half runs", || fake.running() == 1).await?;
-    fake.crash();
+    until("the half has begun and crashed", || {
+        fake.crash();
+        !fake.seen().is_empty() && fake.running() == 0
+    })
+    .await?;
     assert_eq!(read(&mut *job).await?.other, ["Failed"], "a failed pull would name the prefill worker");
     Ok(())
 }
