@@ -13,7 +13,6 @@ from pairs import halves
 from scenarios.compare_routers import COLUMNS, OtherRouter, measure
 from scenarios.faults import story
 
-PROGRAM = [sys.executable, "-m", "sglang_router.launch_router"]
 STREAMS, STREAM_TOKENS = 6, 40
 
 
@@ -39,11 +38,14 @@ def fault(table, mode, systems, name, victim):
 
 
 def run(stage, mode, name, up, arguments, victim):
+    # The router imports SGLang, which needs the stand-ins for CUDA's libraries.
+    stubs = next(iter(stage.engines)).folder / "stubs"
+    program = ["env", f"LD_LIBRARY_PATH={stubs}", sys.executable, "-m", "sglang_router.launch_router"]
     figures, faults = Table(*COLUMNS), Table("engines", "router", "fault", "requests", "failed")
     with Tandem(stage) as tandem, ExitStack() as stack:
         systems = {"tandem": (up(tandem, name), tandem.processes[name])}
         for policy in ("cache_aware", "power_of_two"):
-            router = stack.enter_context(OtherRouter(stage, f"{name}-{policy}", PROGRAM, "--policy", policy, *arguments))
+            router = stack.enter_context(OtherRouter(stage, f"{name}-{policy}", program, "--policy", policy, *arguments))
             systems[f"sglang-router {policy}"] = (router.client, router.process)
         measure(figures, mode, systems)
         of_default = {system: systems[system] for system in ("tandem", "sglang-router cache_aware")}
