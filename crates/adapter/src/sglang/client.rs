@@ -17,8 +17,7 @@ use futures::{
 };
 use hyper::{Method, Response, body::Incoming};
 use serde_json::json;
-use std::borrow::Cow;
-use std::time::Duration;
+use std::{borrow::Cow, time::Duration};
 use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 use tokio::{runtime::Handle, time::sleep};
 
