@@ -6,67 +6,33 @@ What a scenario checks is in the docstring of its function. The helpers are thos
 """
 
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 
 import kv_events
-from client import Client, Gate, InBackground, Table, prose, seconds_until, together, wait_until
+from both import BOTH, CLIENT_LEFT_SECONDS, HUNG_SECONDS, LONG, PROMPT, Fleet, Streams, flush, pages, replayed
+from client import Gate, InBackground, seconds_until, wait_until
 from cluster import Tandem
 from engines import EngineFailed, Engines
-from run import Stage
-from scenarios import reconcile, routing
 from pairs import PAIRS
 from routers import pair_routers, routers
+from run import Stage
 from scenarios.faults import story
 from servers import LAYOUTS, PAGE_SIZE, Server
-
-PROMPT = [1] + [(i * 7907) % 40_000 + 20 for i in range(199)]
-LONG = [1] + [(i * 7907) % 40_000 + 30 for i in range(3999)]
-ANSWER_TOKENS = 12
-# About 300 and 200 tokens.
-SHARED, OWN = prose("The report", 210), 140
-CLIENT_LEFT_SECONDS = 3
-# A server that does not answer for this time counts as hung.
-HUNG_SECONDS = 20
-# Beginnings of names of requests: each is in 100 requests.
-LEDGER_PARTS = ("first", "second")
-
-
-def reusable(tokens):
-    """Returns how many tokens of a prompt are cached when it comes again: full pages, without the last token."""
-    return (tokens - 1) // PAGE_SIZE * PAGE_SIZE
-
-
-def of(servers):
-    return {f"decode-{number}": server for number, server in enumerate(servers)}
-
-
-def total(servers):
-    return [sum(numbers) for numbers in zip(*(server.counted() for server in servers))]
-
-
-def pages(server):
-    """Returns how many pages the server has cached, by its replayed KV events."""
-    return len(kv_events.cache(kv_events.replay(server.event_sources()[1])))
-
-
-def flush(server):
-    """Empties the cache. A server refuses that while it runs a request, and Tandem's health checks make it run some."""
-    wait_until(f"the cache of {server.name} is empty", lambda: server.control("/flush_cache") == 200, 60, 0.3)
 
 
 def alone(stage):
     """SGLang by itself, without Tandem: counts, salts, aborts and KV events are as the adapter expects them."""
-    server = next(iter(stage.engines))
-    for salt, cached in (("a", 0), ("a", reusable(len(PROMPT))), ("b", 0), ("b", reusable(len(PROMPT)))):
-        answer = server.alone(PROMPT, ANSWER_TOKENS, cache_salt=f"{salt} of {stage.folder.name}")
+    server, tokens = next(iter(stage.engines)), 12
+    reusable = Fleet(stage).reusable(len(PROMPT))
+    for salt, cached in (("a", 0), ("a", reusable), ("b", 0), ("b", reusable)):
+        answer = server.alone(PROMPT, tokens, cache_salt=f"{salt} of {stage.folder.name}")
         info = answer["meta_info"]
         assert (info["prompt_tokens"], info["cached_tokens"]) == (len(PROMPT), cached), info
     computed = tuple(PROMPT + answer["output_ids"][:-1])
-    chains = kv_events.chains(kv_events.cache(kv_events.replay(server.event_sources()[1])))
+    chains = kv_events.chains(kv_events.cache(replayed(server)))
     for salt in "ab":
         missing = [end for end in range(PAGE_SIZE, len(computed) + 1, PAGE_SIZE) if (computed[:end], (f"{salt} of {stage.folder.name}",)) not in chains]
         assert not missing, f"the events lack the pages of salt {salt} that end at {missing}"
@@ -77,100 +43,6 @@ def alone(stage):
     (answer,) = left.results()
     print(f"aborted: {answer['meta_info']['finish_reason']} after {len(answer['output_ids'])} tokens; the server is idle {ended:.2f} s later")
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-def counts(stage):
-    """Cached tokens are SGLang's own number: chat and completions, streamed and whole; cold, again, and with a shared beginning."""
-    servers = list(stage.engines)
-    table = Table("endpoint", "streamed", "prompt", "cached", "SGLang's metrics", "again", "SGLang's metrics", "source")
-    with Tandem(stage) as tandem:
-        client = tandem.up("counts", servers)
-        seen = set()
-        for endpoint in ("chat", "completions"):
-            for stream in (False, True):
-                prompt, cells = f"{SHARED} {prose(f'{endpoint} {stream}', OWN)}", []
-                for again in (False, True):
-                    before = total(servers)
-                    answer = client.ask(endpoint, prompt, stream=stream, max_tokens=ANSWER_TOKENS).check()
-                    wait_until("SGLang counts the prompt", lambda: total(servers)[0] > before[0], 10)
-                    counted = [now - then for now, then in zip(total(servers), before)]
-                    assert [answer.prompt_tokens, answer.cached_tokens] == counted, f"{answer.usage}, but SGLang counted {counted}"
-                    assert answer.source == "worker", f"the count is an estimate: {answer.details}"
-                    assert answer.usage["completion_tokens"] == ANSWER_TOKENS, answer.usage
-                    if again:
-                        assert counted[1] == reusable(answer.prompt_tokens), f"{counted} for a prompt that was sent before"
-                    elif not seen:
-                        assert counted[1] == 0, f"{counted} for the first prompt"
-                    seen.add(counted[1])
-                    cells += [answer.cached_tokens, counted[1]]
-                table.row(endpoint, "yes" if stream else "no", answer.prompt_tokens, *cells, answer.source)
-        assert len(seen) > 2, f"no prompt found a shared beginning: the cached tokens were {sorted(seen)}"
-
-
-def salts(stage):
-    """Two accounts with API keys share no cached tokens, and neither do two salts of one account."""
-    server, keys = next(iter(stage.engines)), stage.folder / "keys.toml"
-    secret = {}
-    for name in ("alice", "bob"):
-        command = [stage.tandem, "key", "add", name, "--api-keys-file", keys]
-        secret[name] = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()[-1]
-    table = Table("account", "salt", "prompt", "cached", "again")
-    with Tandem(stage) as tandem:
-        address = tandem.up("salts", [server], (), "--api-keys-file", keys).address
-        for name, salt in (("alice", None), ("bob", None), ("alice", "one"), ("alice", "two"), ("bob", "one")):
-            client, options = Client(address, secret[name]), {"cache_salt": salt} if salt else {}
-            first, again = (client.ask("completions", PROMPT, max_tokens=2, **options).check() for _ in range(2))
-            table.row(name, salt or "", first.prompt_tokens, first.cached_tokens, again.cached_tokens)
-            assert (first.cached_tokens, again.cached_tokens) == (0, reusable(len(PROMPT)))
-
-
-def texts(stage):
-    """Greedy texts are those of SGLang alone for the same token ids; a chat is rendered to the same tokens, with the same text."""
-    server = next(iter(stage.engines))
-    table = Table("prompt", "streamed", "tokens", "text")
-    with Tandem(stage) as tandem:
-        client = tandem.up("texts", [server])
-        for number in range(3):
-            messages = [{"role": "user", "content": story(f"Text {number}")}]
-            ids = server.tokenize(messages)
-            expected = server.alone(ids, 40)["text"]
-            for endpoint, prompt in (("completions", ids), ("chat", messages)):
-                for stream in (False, True):
-                    answer = client.ask(endpoint, prompt, stream=stream, max_tokens=40).check()
-                    assert answer.prompt_tokens == len(ids), f"{answer.usage}, but SGLang renders {len(ids)} tokens"
-                    assert answer.text == expected, f"{answer.text!r}, not {expected!r}"
-                    table.row(endpoint, "yes" if stream else "no", answer.prompt_tokens, repr(answer.text[:40]))
-
-
-def index(stage):
-    """The router's index equals the servers' caches, which their replayed KV events describe, also after evictions and a flush."""
-    servers = list(stage.engines)
-    with Tandem(stage) as tandem:
-        client = tandem.up("index", servers)
-        for part in ("before the flush", "after the flush"):
-            for start in range(0, 20, 4):
-                prompts = [prose(f"{part} {number}", 600) for number in range(start, start + 4)]
-                together([lambda prompt=prompt: client.ask("completions", prompt, max_tokens=40).check() for prompt in prompts])
-            sizes, prompts = routing.index_equals_caches(client, of(servers))
-            removed = sum(event["type"] == "BlockRemoved" for server in servers for _, events in kv_events.replay(server.event_sources()[1]) for event in events)
-            print(f"{part}: {', '.join(f'{worker} {blocks} blocks' for worker, blocks in sizes.items())}; {prompts} leaves compared, {removed} removals seen")
-            assert all(sizes.values()) and removed, "nothing was cached, or nothing was evicted"
-            for server in servers:
-                flush(server)
-
-
-def documents(stage):
-    """Questions about more documents than one server can cache find at least 95 % of what could be cached (8 documents, 5 questions)."""
-    servers = list(stage.engines)
-    table = Table("placement", "prompt tokens", "cached", "share", "of what is possible")
-    with Tandem(stage) as tandem:
-        client = tandem.up("documents", servers)
-        answers = routing.ask_all(client, "documents")
-        prompt, cached = sum(answer.prompt_tokens for answer in answers), sum(answer.cached_tokens for answer in answers)
-        tokens, at_most = routing.possible(servers[0], "documents")
-        table.row("kv_aware", prompt, cached, f"{cached / prompt:.3f}", f"{cached / at_most:.3f}")
-        assert prompt == tokens, f"{prompt} prompt tokens, but SGLang's template and tokenizer give {tokens}"
-        assert cached / at_most >= routing.OF_POSSIBLE_MIN, f"{cached} of {at_most} possible tokens were cached"
 
 
 def abort(stage):
@@ -199,81 +71,29 @@ def abort(stage):
         client.ask("completions", PROMPT, max_tokens=2).check()
 
 
-def ledger(stage):
-    """Usage, ledger, Tandem's metrics and SGLang's metrics agree over 200 requests, of which 20 % are aborted."""
-    servers = of(stage.engines)
-    table = Table("worker", "prompt tokens: Tandem", "SGLang", "cached: Tandem", "SGLang", "prompts without a count", "audit")
-    with Tandem(stage) as tandem:
-        client = tandem.up("ledger", list(servers.values()))
-        before = {worker: server.counted() for worker, server in servers.items()}
-        calls, answers = [call for part in LEDGER_PARTS for call in reconcile.requests(client, part)], []
-        for start in range(0, len(calls), reconcile.AT_ONCE):
-            answers += together(calls[start : start + reconcile.AT_ONCE])
-        failed = [answer for answer in answers if not answer.complete and answer.error != "left"]
-        assert not failed, f"{len(failed)} requests failed, such as {failed[0]}"
-        wait_until("the cluster is idle", lambda: reconcile.idle(client), 90, 0.5)
-        for server in servers.values():
-            wait_until(f"{server.name} is idle", lambda: server.load() == 0, 90, 0.5)
-        estimates = [answer for answer in answers if answer.complete and answer.source != "worker"]
-        assert not estimates, f"{len(estimates)} answers have an estimate"
-        verdict = tandem.audit(answers, client.get("/metrics")[1])
-        print(f"{len(answers)} requests, {sum(not answer.complete for answer in answers)} aborted")
-        for worker, server in servers.items():
-            queried, found = (now - then for now, then in zip(server.counted(), before[worker]))
-            prompt, cached = (int(client.metric(f"tandem_worker_{what}_tokens_total", worker=worker)) for what in ("prompt", "cached"))
-            missing = reconcile.uncounted(tandem.ledgers[-1], worker)
-            table.row(worker, prompt, queried, cached, found, f"{len(missing)} ({sum(missing)} tokens)", verdict)
-            more = queried - prompt
-            assert reconcile.is_sum_of_some(more, missing), f"{worker} counted {prompt} prompt tokens, its server {queried}; without a count are {missing}"
-            assert 0 <= found - cached <= more, f"{worker} counted {cached} cached tokens, its server {found}"
-
-
 def faults(stage):
     """No answer fails and no text changes when one of two servers is killed, comes back, or stands still (SIGSTOP)."""
-    servers = list(stage.engines)
-    victim, other = servers
+    fleet = Fleet(stage)
+    victim = fleet.servers[0]
     with Tandem(stage) as tandem:
-        client = tandem.up("faults", servers, (), "--step-timeout", HUNG_SECONDS)
-        table = Table("fault", "requests", "failed", "other texts", "resumed", "seconds until the last answer")
-        prompts = [story(f"Stream {number}") for number in range(8)]
-        expected = [other.alone(other.tokenize([{"role": "user", "content": prompt}]), 60)["text"] for prompt in prompts]
-
-        def streams_during(name, fault):
-            gate, resumed = Gate(), client.metric("tandem_frontend_migrations_total")
-            asked = [lambda at=at, prompt=prompt: client.ask("chat", prompt, stream=True, max_tokens=60, on_chunk=gate.of(at)) for at, prompt in enumerate(prompts)]
-            streams = InBackground(asked)
-            wait_until("all streams have begun", lambda: gate.reached(len(prompts), 3))
-            assert victim.load(), f"{victim.name} runs no stream"
-            assert not gate.reached(1, 60), "a stream ended before the fault"
-            began = time.perf_counter()
-            fault()
-            answers = streams.results()
-            failed = [answer for answer in answers if not answer.complete]
-            differ = [(answer.text, text) for answer, text in zip(answers, expected) if answer.text != text]
-            resumed = int(client.metric("tandem_frontend_migrations_total") - resumed)
-            table.row(name, len(answers), len(failed), len(differ), resumed, f"{time.perf_counter() - began:.1f}")
-            assert not failed, f"{len(failed)} requests failed, such as {failed[0]}"
-            assert not differ, f"{len(differ)} texts differ, such as {differ[0][0]!r} from {differ[0][1]!r}"
-            assert resumed, "no stream was resumed"
-
-        streams_during("kill -9 of a server", victim.kill)
-        victim.start()
-        victim.wait()
-        joined = lambda: client.metric("tandem_router_workers", state="joined") == 2 and not client.metric("tandem_router_index_blocks", worker="decode-0")
-        wait_until("the worker joins with an empty index", joined, 60)
-        streams_during("SIGSTOP of a server", lambda: victim.send(signal.SIGSTOP))
+        client = fleet.up(tandem, "--step-timeout", HUNG_SECONDS)
+        streams = Streams(fleet, client, 8, 60)
+        streams.during("kill -9 of a server", victim.kill)
+        streams.back(victim, "decode-0")
+        streams.during("SIGSTOP of a server", lambda: victim.send(signal.SIGSTOP))
         victim.send(signal.SIGCONT)
-        wait_until("the server has ended the requests that were resumed elsewhere", lambda: victim.load() == 0, 60)
-        wait_until("the worker joins again", lambda: client.metric("tandem_router_workers", state="joined") == 2, 60)
-        streams_during("kill -9 of the server that stood still", victim.kill)
+        # The server ends the requests that were resumed elsewhere.
+        fleet.idle()
+        streams.joined(2)
+        streams.during("kill -9 of the server that stood still", victim.kill)
     victim.start()
     victim.wait()
 
 
 # Those that restart servers come last.
-MIXED = (alone, counts, salts, texts, index, documents, abort, ledger, faults, routers)
-PAIRED = (*PAIRS, pair_routers)
-SCENARIOS = {scenario.__name__: scenario for scenario in MIXED + PAIRED}
+MIXED = {scenario.__name__: scenario for scenario in (alone, *BOTH, abort, faults, routers)}
+PAIRED = {f"pair_{scenario.__name__}": scenario for scenario in BOTH} | {scenario.__name__: scenario for scenario in (*PAIRS, pair_routers)}
+SCENARIOS = MIXED | PAIRED
 
 
 def play(name, servers, tandem, run):

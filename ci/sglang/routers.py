@@ -7,9 +7,9 @@ have streams. Of SGLang's router nothing is asserted.
 import sys
 from contextlib import ExitStack
 
+from both import Fleet
 from client import Gate, InBackground, Table, wait_until
 from cluster import Tandem
-from pairs import halves
 from scenarios.compare_routers import COLUMNS, OtherRouter, measure
 from scenarios.faults import story
 
@@ -61,7 +61,8 @@ def routers(stage):
 
 def pair_routers(stage):
     """P/D: Tandem compared with SGLang's own router, in front of two prefill and two decode servers."""
-    prefill, decode = halves(stage)
+    fleet = Fleet(stage)
+    prefill, decode = fleet.prefill, fleet.decode
     arguments = ["--pd-disaggregation"]
     for server in prefill:
         arguments += ["--prefill", server.url, str(server.side_channel)]
