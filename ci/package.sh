@@ -216,6 +216,7 @@ contains() {
     (answers "$(docker inspect -f '{{.State.Pid}}' "$process")" "$what") || { docker logs "$process"; exit 1; }
     [ "$(docker wait "$process")" -eq 0 ] || fail "$what ended with an error after SIGTERM"
     docker rm -f "$process" >/dev/null
+    trap 'rm -rf "$work"' EXIT
 }
 
 # Installs the wheel as a new user does, with the network, and prints the time until the default model has answered a chat.

@@ -124,7 +124,7 @@ def main(folder, run, tandem, *names):
     try:
         failed = []
         for layout, scenarios in (("mixed", MIXED), ("pairs", PAIRED)):
-            of_layout = [name for name in names if SCENARIOS[name] in scenarios]
+            of_layout = [name for name in names if name in scenarios]
             if of_layout:
                 with Engines(LAYOUTS[layout], folder, run / layout, Server) as servers:
                     failed += [name for name in of_layout if not play(name, servers, Path(tandem).absolute(), run)]

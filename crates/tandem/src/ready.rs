@@ -36,8 +36,8 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
         let reason = match answer(&server) {
             Ok(HttpReply { status: 200, .. }) => return Ok(()),
             Ok(reply) => format!("not ready: {}", reply.body.trim()),
-            // The process has not opened its port yet.
-            Err(error) if args.wait && kind(&server.address).is_none() => error.to_string(),
+            // The process has not opened its port yet, or has opened it since the request.
+            Err(error) if args.wait && (kind(&server.address).is_none() || answer(&server).is_ok()) => error.to_string(),
             Err(error) => return Err(error),
         };
         ensure!(args.wait, "{reason}");
@@ -58,4 +58,38 @@ fn answer(server: &HttpServer) -> Result<HttpReply> {
         return Err(wrong_kind(&server.address, WANTED).unwrap_or_else(no_ready));
     }
     Ok(reply)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use std::{
+        io::{Read, Write},
+        net::TcpListener,
+        thread::spawn,
+    };
+
+    #[derive(Parser)]
+    struct Ready {
+        #[command(flatten)]
+        args: ReadyArgs,
+    }
+
+    #[test]
+    fn process_that_opens_its_port_after_the_first_request_is_waited_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        let at = listener.local_addr().expect("the listener is bound").to_string();
+        spawn(move || {
+            for (request, stream) in listener.incoming().enumerate() {
+                let mut stream = stream.expect("the listener accepts");
+                let _ = stream.read(&mut [0; 4096]);
+                if request > 0 {
+                    let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+                }
+            }
+        });
+        let ready = |args: &[&str]| check(&Ready::parse_from([&["ready", &*at], args].concat()).args);
+        ready(&["--wait"]).expect("the second request is answered");
+    }
 }

@@ -25,7 +25,7 @@ pub use cluster_tls::{ClusterTlsArgs, ClusterTlsArgsError};
 pub use common::CommonArgs;
 pub use discovery::{DiscoveryArgs, DiscoveryArgsError};
 pub use events::NatsArgs;
-pub(crate) use external::EngineLimits;
+pub(crate) use external::{EngineLimits, KV_LEASE_SECONDS};
 pub use external::{ExternalArgs, KvConnector};
 pub use frontend::{ExtraModel, FrontendArgs};
 pub use key::{KeyArgs, KeyFileError, KeySource};

@@ -1,7 +1,7 @@
 //! Rules that concern several settings. clap would check such rules for flags and variables only, because for clap, values from the file
 //! are defaults.
 
-use crate::settings::{EngineKind, KvConnector};
+use crate::settings::{EngineKind, KV_LEASE_SECONDS, KvConnector};
 use clap::{ArgMatches, ValueEnum};
 use tandem_frontend::CacheIsolation;
 
@@ -154,12 +154,23 @@ fn check_events(
     Ok(())
 }
 
+/// Returns the flags that are set and concern the exchange of KV between vLLM servers.
+fn exchange_of_vllm(given: &ArgMatches) -> impl Iterator<Item = &'static str> {
+    let connector = given.try_get_one::<KvConnector>("engine_kv_connector").ok().flatten();
+    let lease = given.try_get_one::<u64>("engine_kv_lease").ok().flatten();
+    let flags = [
+        ("engine-kv-connector", connector.is_some_and(|connector| *connector != KvConnector::None)),
+        ("engine-kv-lease", lease.is_some_and(|seconds| *seconds != KV_LEASE_SECONDS)),
+    ];
+    flags.into_iter().filter_map(|(flag, is_set)| is_set.then_some(flag))
+}
+
 /// Checks the settings of SGLang servers, which know by their own flags how they exchange KV.
 fn check_sglang(given: &ArgMatches, urls: usize, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
-    if given.try_get_one::<KvConnector>("engine_kv_connector").ok().flatten() == Some(&KvConnector::Nixl) {
-        return Err(
-            "--engine-kv-connector is for --engine vllm only; start SGLang servers with --disaggregation-mode instead".to_owned()
-        );
+    if let Some(flag) = exchange_of_vllm(given).next() {
+        return Err(format!(
+            "--{flag} is for --engine vllm only; leave it out: SGLang servers exchange KV as their --disaggregation-mode says"
+        ));
     }
     check_events(given, urls, ("SGLang", "--disable-radix-cache"), is_set)
 }
@@ -183,11 +194,9 @@ fn check_llama_cpp(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bo
             "llama.cpp's server cannot send KV to other workers; use decode workers, which prefill their own prompts".to_owned()
         );
     }
-    let exchanges = given.try_get_one::<KvConnector>("engine_kv_connector").ok().flatten() == Some(&KvConnector::Nixl);
     let events = given.try_get_one::<String>("engine_events").ok().flatten().is_some_and(|events| events != "discover");
-    let given_flags = [("engine-kv-connector", exchanges), ("engine-events", events)];
-    let given_flags = given_flags.into_iter().filter_map(|(flag, given)| given.then_some(flag));
-    if let Some(flag) = given_flags.chain(SETTINGS_OF_OTHERS.iter().filter(&is_set).copied()).next() {
+    let events = events.then_some("engine-events");
+    if let Some(flag) = exchange_of_vllm(given).chain(events).chain(SETTINGS_OF_OTHERS.iter().filter(&is_set).copied()).next() {
         return Err(format!("--{flag} is not for --engine llama-cpp; leave it out"));
     }
     let caches = given.try_get_one::<bool>("no_prefix_caching").ok().flatten() == Some(&false);

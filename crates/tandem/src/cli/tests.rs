@@ -233,6 +233,10 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             "--engine-kv-connector is for --engine vllm only",
         ),
         (
+            &["up", "--engine", "sglang", "--engine-url", "http://e:1", "--engine-kv-lease", "60"],
+            "--engine-kv-lease is for --engine vllm only",
+        ),
+        (
             &["up", "--engine", "sglang", "--engine-url", "http://e:1", "--no-prefix-caching"],
             "--no-prefix-caching has no effect with --engine sglang; start the SGLang server with --disable-radix-cache",
         ),

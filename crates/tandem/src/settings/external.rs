@@ -13,6 +13,9 @@ use tandem_adapter::{
 use tandem_kv::HashKey;
 use tandem_process::Secret;
 
+/// vLLM's own default of `kv_lease_duration`.
+pub(crate) const KV_LEASE_SECONDS: u64 = 30;
+
 /// The settings of a server that runs already and computes for a worker.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "External engine (--engine vllm, sglang, llama-cpp)")]
@@ -58,7 +61,7 @@ pub struct ExternalArgs {
 
     /// How long the server holds a prompt's KV for another server, in seconds: vLLM's kv_lease_duration. KV is pulled in half this time or
     /// not at all
-    #[arg(long, env = "TANDEM_ENGINE_KV_LEASE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=3_600))]
+    #[arg(long, env = "TANDEM_ENGINE_KV_LEASE", value_name = "SECONDS", default_value_t = KV_LEASE_SECONDS, value_parser = clap::value_parser!(u64).range(2..=3_600))]
     pub engine_kv_lease: u64,
 
     /// Store that several servers share, such as STORAGE=nfs or CPU=mooncake: the medium that KV events name for it, and a name that is equal
