@@ -25,6 +25,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from
 /// The time between two health checks of the engine.
 const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 
+/// The time after which a warning says that the engine is still not ready.
+const REMINDER: Duration = Duration::from_secs(30);
+
 /// Time limit of a health check. A check without an answer is followed by another one.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -189,7 +192,7 @@ pub(crate) async fn wait_until<T, F>(http: &EngineHttp, describe: impl Fn() -> F
 where
     F: Future<Output = Result<T, EngineFailure>>,
 {
-    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    let (mut backoff, mut reported) = (Backoff::new(PAUSES.0, PAUSES.1), Instant::now());
     loop {
         let described = async {
             check_engine(http).await?;
@@ -206,6 +209,9 @@ where
         starting::report(format!("waits for the engine at {}: {error}", http.url()));
         if backoff.is_new_error(&error) {
             tracing::info!(engine = http.url(), %error, "the engine is not ready yet; retrying");
+        } else if reported.elapsed() >= REMINDER {
+            tracing::warn!(engine = http.url(), %error, "the engine is still not ready: start it, or correct --engine-url");
+            reported = Instant::now();
         }
         sleep(backoff.next_delay()).await;
     }

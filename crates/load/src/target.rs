@@ -21,7 +21,9 @@ pub(crate) struct BenchTarget {
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The list of models cannot be read.
-    #[error("the server's models cannot be read; start the server, correct SERVER, or name the model with --model")]
+    #[error(
+        "the server's models cannot be read; start the server, correct SERVER, set the API key (--key-env), or name the model with --model"
+    )]
     Models(#[source] AnswerError),
     /// The server serves no model.
     #[error("the server lists no models; name the model with --model")]
@@ -33,7 +35,7 @@ pub enum TargetError {
 pub enum TokenizeError {
     /// The server has no path `/tokenize`, or it refuses the request.
     #[error(
-        "the server does not answer at /tokenize; name the model's tokenizer.json with --tokenizer, or send token ids with --prompt ids"
+        "the server does not tokenize for this model; correct --model, name the model's tokenizer.json with --tokenizer, or send token ids with --prompt ids"
     )]
     Http(#[source] AnswerError),
     /// The server's answer contains no token count.

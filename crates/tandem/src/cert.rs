@@ -46,6 +46,16 @@ pub fn run(args: &CertArgs) -> Result<String> {
     let folder: &Path = folder.components().as_path();
     DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(folder).with_context(|| cannot("created", folder))?;
     check_folder(folder)?;
+    for role in PeerRole::ALL {
+        let path = folder.join(format!("{}.pem", role.name()));
+        let of = fs::read(&path).ok().and_then(|pem| Peer::of(&CertificateDer::from_pem_slice(&pem).ok()?));
+        ensure!(
+            of.as_ref().is_none_or(|of| of.cluster == *cluster),
+            "{} is a certificate of another cluster, {}; choose another folder, or write --cluster {1}",
+            path.display(),
+            of.map_or_else(String::new, |of| of.cluster)
+        );
+    }
     let (ca_pem, ca_key) = (folder.join("ca.pem"), folder.join("ca.key"));
     let authority = authority_params(cluster)?;
     let mut report = String::new();

@@ -91,6 +91,8 @@ pub fn run(command: KeyCommand) -> Result<String> {
         }
         KeyCommand::List { file } => Ok(list(&ApiKeyFile::read(&file.path)?)),
         KeyCommand::Revoke { name, file } => {
+            // A file that does not exist would be created.
+            ApiKeyFile::read(&file.path)?;
             edit(&file.path, |keys| {
                 let before = keys.keys.len();
                 keys.keys.retain(|key| key.name != name);

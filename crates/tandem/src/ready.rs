@@ -35,7 +35,7 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
         let server = args.server.open("tandem ready", None)?;
         let reason = match answer(&server) {
             Ok(HttpReply { status: 200, .. }) => return Ok(()),
-            Ok(reply) => format!("not ready: {}", reply.body.trim()),
+            Ok(reply) => format!("not ready: {}", status(&reply.body)),
             // The process has not opened its port yet, or has opened it since the request.
             Err(error) if args.wait && (kind(&server.address).is_none() || answer(&server).is_ok()) => error.to_string(),
             Err(error) => return Err(error),
@@ -47,6 +47,12 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
         }
         sleep(WAIT_INTERVAL);
     }
+}
+
+/// Returns the status in the body of a reply.
+fn status(body: &str) -> String {
+    let json: serde_json::Value = serde_json::from_str(body).unwrap_or_default();
+    json["status"].as_str().unwrap_or(body.trim()).to_owned()
 }
 
 /// Returns the server's reply to a readiness check, with the status 200 or 503.

@@ -141,10 +141,13 @@ impl ServerPlace {
         self.ca.as_ref().map(read).transpose()
     }
 
-    /// Fails with advice if the user has named no server, runs no cluster, and nothing answers at the default address.
+    /// Fails with advice if the port does not answer, or if the user has named no server, runs no cluster, and nothing answers at the default
+    /// address.
     #[cfg(feature = "load")]
-    pub(crate) fn check_default(&self) -> Result<()> {
-        ensure!(!self.is_default || kind(&self.address).is_some(), nothing_runs("server", &self.address));
+    pub(crate) fn check(&self) -> Result<()> {
+        let kind = kind(&self.address);
+        ensure!(kind != Some(SILENT), "{} is {SILENT}", self.address);
+        ensure!(!self.is_default || kind.is_some(), nothing_runs("server", &self.address));
         Ok(())
     }
 }
@@ -239,7 +242,7 @@ impl HttpServer {
 
 /// Returns the message for a command without a server, if its user runs no cluster and nothing answers at the default address either.
 pub(crate) fn nothing_runs(what: &str, default: &ServerAddress) -> String {
-    format!("you run no cluster, and no {what} answers at {default}; start one with: tandem up")
+    format!("you run no `tandem up`, and no {what} answers at {default}; start `tandem up`, or name the address of a {what}")
 }
 
 /// The header of a reply in which a starting server says what it does.

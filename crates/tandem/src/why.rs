@@ -11,7 +11,7 @@ use std::cmp::Reverse;
 /// The arguments of `tandem why`.
 #[derive(clap::Args, Debug)]
 pub struct WhyArgs {
-    /// Id of the request, as in the header `x-request-id` of its answer; with -N at its end only its prompt of this index
+    /// Id of the request: the `id` of its answer, or the header `x-request-id`; with -N at its end only its prompt of this index
     #[arg(value_name = "REQUEST-ID")]
     request_id: String,
     #[command(flatten)]
@@ -21,6 +21,9 @@ pub struct WhyArgs {
     json: bool,
 }
 
+/// What the APIs put before a request's id in the `id` of its answer.
+const ID_PREFIXES: [&str; 4] = ["chatcmpl-", "cmpl-", "resp_", "msg_"];
+
 const WANTED: &str = "`tandem why` reads the dashboard of a frontend; write the address of its --admin-listen if it has one";
 
 /// Returns why tokens of the request's prompts were not cached, as text or as JSON.
@@ -29,7 +32,9 @@ const WANTED: &str = "`tandem why` reads the dashboard of a frontend; write the 
 /// Fails if the server has no dashboard, if the request is not among its recent ones, or if the router does not know the causes.
 pub fn run(args: &WhyArgs) -> Result<String> {
     let server = args.server.open("tandem why", Some(KEY_VARIABLE))?;
-    let prompts = prompts(records(&server)?, &args.request_id);
+    let id = &*args.request_id;
+    let id = ID_PREFIXES.iter().find_map(|prefix| id.strip_prefix(prefix)).unwrap_or(id);
+    let prompts = prompts(records(&server)?, id);
     ensure!(
         !prompts.is_empty(),
         "no request {} is among the recent prompts of {}: it may have been answered by another frontend, be running still, have been refused \

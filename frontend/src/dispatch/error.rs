@@ -12,7 +12,7 @@ pub(crate) enum DispatchError {
     Refused { message: String },
     /// The request would wait in the queue for longer than its limit. After `retry_after`, the wait is short enough, unless other requests
     /// come first.
-    #[error("The first token would come too late: too many requests wait. Try again in {} seconds.", seconds(*.retry_after))]
+    #[error("The first token would come later than this request may wait (--max-wait, x-max-wait), because the workers are busy or slow; try again in {} s.", seconds(*.retry_after))]
     Overloaded { retry_after: Duration },
     #[error("{}; try again shortly.", no_worker(*.reason))]
     NoWorker { reason: FailureReason },

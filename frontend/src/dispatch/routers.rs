@@ -262,6 +262,11 @@ impl Routers {
         timeout(CHECK_INTERVAL - HELD_CHECK_INTERVAL, held.wait_for(|held| *held > 0)).await.ok();
     }
 
+    /// Returns the addresses of the known routers.
+    pub(crate) fn addresses(&self) -> Vec<Arc<str>> {
+        self.known.lock().routers.keys().cloned().collect()
+    }
+
     pub(super) fn len(&self) -> usize {
         self.known.lock().routers.len()
     }

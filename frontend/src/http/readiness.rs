@@ -16,8 +16,8 @@ use tonic::Code;
 pub(super) enum NotReady {
     #[error("draining")]
     Draining,
-    #[error("no router is reachable; start one, or correct --router, --etcd or the certificates (--cluster-cert)")]
-    Router,
+    #[error("no router is reachable{at}; start one, or correct --router, --etcd or the certificates (--cluster-cert)")]
+    Router { at: String },
     #[error("this frontend belongs to another cluster than the router: {0}")]
     ClusterMismatch(Difference),
     #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
@@ -73,7 +73,7 @@ impl App {
     pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Readiness {
         let view = view.map_err(|error| match error {
             DispatchError::Router(status) if status.code() == Code::Unauthenticated => NotReady::OtherKey,
-            _ => NotReady::Router,
+            _ => self.no_router(),
         });
         let judge = |served: &Served| -> Result<(), NotReady> { Ok(check(&served.identity, view.clone()?)?) };
         Readiness(self.models.iter().map(judge).collect())
@@ -87,8 +87,13 @@ impl App {
 
     /// Returns the result of the check before any router has answered: this process drains or will soon, or no router is reachable.
     fn without_routers(&self) -> Readiness {
-        let why = if self.admission.shutdown.is_announced() { NotReady::Draining } else { NotReady::Router };
+        let why = if self.admission.shutdown.is_announced() { NotReady::Draining } else { self.no_router() };
         Readiness(vec![Err(why); self.models.len()])
+    }
+
+    fn no_router(&self) -> NotReady {
+        let addresses = self.dispatcher.routers.addresses().join(", ");
+        NotReady::Router { at: if addresses.is_empty() { addresses } else { format!(" at {addresses}") } }
     }
 
     /// Watches the list of routers and checks their health. Logs every change of a model's readiness, and updates the process's gauge.
@@ -135,7 +140,7 @@ fn better(one: Result<(), NotReady>, other: Result<(), NotReady>) -> Result<(), 
         Err(NotReady::Draining) => 3,
         Err(NotReady::ClusterMismatch(_) | NotReady::OtherKey) => 2,
         Err(NotReady::Cluster(_)) => 1,
-        Err(NotReady::Router) => 0,
+        Err(NotReady::Router { .. }) => 0,
     };
     if rank(&other) > rank(&one) { other } else { one }
 }

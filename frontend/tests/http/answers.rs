@@ -300,7 +300,7 @@ async fn models_health_and_readiness_are_served_with_every_documented_path() {
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
     assert_eq!(
         unreachable.get("/ready").await.1,
-        json!({ "status": "no router is reachable; start one, or correct --router, --etcd or the certificates (--cluster-cert)" })
+        json!({ "status": "no router is reachable at 127.0.0.1:1; start one, or correct --router, --etcd or the certificates (--cluster-cert)" })
     );
 }
 

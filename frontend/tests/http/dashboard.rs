@@ -205,7 +205,8 @@ async fn dashboard_shows_the_workers_or_why_the_cluster_is_unavailable() {
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
     let (status, seen) = unreachable.get("/dashboard/cluster").await;
     assert_eq!((status, &seen["workers"]), (StatusCode::OK, &json!([])));
-    let problem = "no router is reachable; start one, or correct --router, --etcd or the certificates (--cluster-cert)";
+    let problem =
+        "no router is reachable at 127.0.0.1:1; start one, or correct --router, --etcd or the certificates (--cluster-cert)";
     assert_eq!((&seen["unavailable_reason"], &seen["routers"][0]["problem"]), (&json!(problem), &json!(problem)));
 }
 

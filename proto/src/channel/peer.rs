@@ -2,6 +2,7 @@
 //!
 //! A certificate names its process in a URI: `spiffe://DOMAIN/tandem/CLUSTER/ROLE`. SPIRE and cert-manager issue such certificates.
 
+use rustls::pki_types::CertificateDer;
 use std::fmt;
 
 /// The role that a certificate gives to a process.
@@ -66,6 +67,11 @@ impl Peer {
         let (cluster, role) = path.strip_prefix("tandem/")?.split_once('/')?;
         let role = PeerRole::ALL.into_iter().find(|known| known.name() == role)?;
         (!domain.is_empty() && !cluster.is_empty()).then(|| Self { cluster: cluster.to_owned(), role })
+    }
+
+    /// Returns the process that a certificate names; `None` if it names none.
+    pub fn of(certificate: &CertificateDer<'_>) -> Option<Self> {
+        webpki::EndEntityCert::try_from(certificate).ok()?.valid_uri_names().find_map(Self::parse)
     }
 
     /// Returns the URI that names this peer in its certificate.

@@ -118,7 +118,7 @@ impl ClusterTls {
 
     /// Returns the role in the peer's certificate if the certificate is one of this cluster.
     fn role(&self, certificates: Option<&[CertificateDer<'_>]>) -> io::Result<PeerRole> {
-        let peer = certificates.and_then(|chain| named(chain.first()?));
+        let peer = certificates.and_then(|chain| Peer::of(chain.first()?));
         let fits = peer.filter(|peer| peer.cluster == self.own.cluster);
         let refused =
             || io::Error::new(io::ErrorKind::PermissionDenied, "the peer's certificate names no process of this cluster");
@@ -164,15 +164,10 @@ fn not_encrypted(error: io::Error) -> io::Error {
     }
 }
 
-/// Returns the process that a certificate names.
-fn named(certificate: &CertificateDer<'_>) -> Option<Peer> {
-    webpki::EndEntityCert::try_from(certificate).ok()?.valid_uri_names().find_map(Peer::parse)
-}
-
 fn configs(pem: TlsPem<'_>) -> Result<(Configs, Peer), ClusterTlsError> {
     let chain = |text: &str| CertificateDer::pem_slice_iter(text.as_bytes()).collect::<Result<Vec<_>, _>>();
     let (certificates, key) = (chain(pem.certificate)?, PrivateKeyDer::from_pem_slice(pem.key.as_bytes())?);
-    let own = certificates.first().and_then(named).ok_or(ClusterTlsError::Unnamed)?;
+    let own = certificates.first().and_then(Peer::of).ok_or(ClusterTlsError::Unnamed)?;
     let mut roots = RootCertStore::empty();
     for certificate in chain(pem.ca)? {
         roots.add(certificate)?;
@@ -211,7 +206,7 @@ impl ServerCertVerifier for Servers {
         let certificate = ParsedCertificate::try_from(end_entity)?;
         let algorithms = self.provider.signature_verification_algorithms.all;
         verify_server_cert_signed_by_trust_anchor(&certificate, &self.roots, intermediates, now, algorithms)?;
-        if named(end_entity).is_none() {
+        if Peer::of(end_entity).is_none() {
             return Err(CertificateError::NotValidForName.into());
         }
         Ok(ServerCertVerified::assertion())

@@ -139,7 +139,8 @@ pub(super) fn sentences(report: &Report) -> Vec<String> {
     }
     for (count, what) in [(tokens.other_prompt_length, "prompts"), (tokens.other_answer_length, "answers")] {
         if count > 0 {
-            found.push(format!("{} {what} have another number of tokens than they should", whole(count)));
+            let advice = if what == "answers" { " (--ignore-eos makes answers as long as in the trace)" } else { "" };
+            found.push(format!("{} {what} have another number of tokens than they should{advice}", whole(count)));
         }
     }
     found

@@ -14,7 +14,10 @@ pub use simulate::{SimulateArgs, run as simulate};
 use anyhow::{Context, Result};
 use clap::Args;
 use std::{path::PathBuf, time::Duration};
-use tandem_load::report::{self, PlanSummary, Report, Slo};
+use tandem_load::{
+    HeaderValue,
+    report::{self, PlanSummary, Report, Slo},
+};
 
 /// Where a report goes besides stdout.
 #[derive(Args, Clone, Debug, Default)]
@@ -55,6 +58,15 @@ impl ReportArgs {
         }
         Ok(())
     }
+}
+
+/// Returns the header with the API key in an environment variable; `None` if the variable is not set or empty.
+fn bearer(variable: &str) -> Result<Option<HeaderValue>> {
+    let Some(key) = std::env::var(variable).ok().filter(|key| !key.is_empty()) else { return Ok(None) };
+    let bearer = HeaderValue::try_from(format!("Bearer {key}"));
+    let mut bearer = bearer.ok().with_context(|| format!("{variable} has characters that no header can have"))?;
+    bearer.set_sensitive(true);
+    Ok(Some(bearer))
 }
 
 #[derive(Args, Debug)]

@@ -1,6 +1,6 @@
 //! `tandem bench rates`: measures the rates of a running server, as flags for `tandem bench simulate`.
 
-use super::{replay::seconds, simulate::CHUNK_BUDGET};
+use super::{bearer, replay::seconds, simulate::CHUNK_BUDGET};
 use crate::{
     serve::{self, Signals},
     server::{KEY_VARIABLE, ServerArgs},
@@ -9,7 +9,7 @@ use crate::{
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::time::Duration;
-use tandem_load::{AUTHORIZATION, HeaderMap, HeaderValue, MeasuredRates, RateSettings};
+use tandem_load::{AUTHORIZATION, HeaderMap, MeasuredRates, RateSettings};
 
 /// The arguments of `tandem bench rates`.
 #[derive(Args, Debug)]
@@ -42,13 +42,9 @@ pub struct RatesArgs {
 /// The server cannot be measured.
 pub fn run(args: &RatesArgs) -> Result<()> {
     let place = args.server.place("tandem bench rates")?;
-    place.check_default()?;
+    place.check()?;
     let mut headers = HeaderMap::new();
-    if let Some(key) = std::env::var(&args.key_env).ok().filter(|key| !key.is_empty()) {
-        let value =
-            HeaderValue::try_from(format!("Bearer {key}")).with_context(|| format!("{} is not a valid key", args.key_env))?;
-        headers.insert(AUTHORIZATION, value);
-    }
+    headers.extend(bearer(&args.key_env)?.map(|key| (AUTHORIZATION, key)));
     let settings = RateSettings {
         url: place.address.url().to_owned(),
         ca: place.authority()?,

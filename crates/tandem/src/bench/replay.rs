@@ -1,10 +1,10 @@
 //! `tandem bench replay`: sends the requests of a trace to a server, and reports times, tokens and cache hits.
 
-use super::{ReportArgs, SloArgs, positive, progress::Bar};
+use super::{ReportArgs, SloArgs, bearer, positive, progress::Bar};
 use crate::{
     files,
     serve::{self, Signals},
-    server::{ServerArgs, ServerPlace},
+    server::{KEY_VARIABLE, ServerArgs, ServerPlace},
 };
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
@@ -73,7 +73,7 @@ struct ReplayServerArgs {
     /// Id of the requested model [default: the first one in the server's /v1/models]
     #[arg(long, value_name = "ID")]
     model: Option<String>,
-    /// Environment variable with the server's API key
+    /// Environment variable with the server's API key [default: TANDEM_API_KEY, if it is set]
     #[arg(long, value_name = "NAME")]
     key_env: Option<String>,
     /// Header of all requests; can be repeated
@@ -156,13 +156,10 @@ impl ReplayArgs {
     fn settings(&self, place: &ServerPlace) -> Result<Settings> {
         let Self { source, server, pace, requests, slo, .. } = self;
         let mut headers: HeaderMap = server.headers.iter().cloned().collect();
-        if let Some(name) = &server.key_env {
-            let key = std::env::var(name).with_context(|| format!("--key-env: the variable {name} is not set"))?;
-            let bearer = HeaderValue::try_from(format!("Bearer {key}"));
-            let mut bearer = bearer.ok().with_context(|| format!("--key-env: {name} has characters that no header can have"))?;
-            bearer.set_sensitive(true);
-            headers.insert(tandem_load::AUTHORIZATION, bearer);
-        }
+        let name = server.key_env.as_deref().unwrap_or(KEY_VARIABLE);
+        let key = bearer(name)?;
+        ensure!(server.key_env.is_none() || key.is_some(), "--key-env: the variable {name} is not set");
+        headers.extend(key.map(|key| (tandem_load::AUTHORIZATION, key)));
         let sent = match (pace.concurrency, pace.rate) {
             (Some(concurrency), _) => Pace::Closed { concurrency: concurrency as usize },
             (None, Some(per_second)) => Pace::Rate { per_second },
@@ -204,7 +201,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     let settings = args.settings(&place)?;
     args.report.check()?;
     let trace = Trace::open(&args.trace, args.trace_settings())?;
-    place.check_default()?;
+    place.check()?;
     files::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     let report = runtime.block_on(replay(&trace, settings));

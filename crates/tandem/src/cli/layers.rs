@@ -88,6 +88,9 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
     let text = std::fs::read_to_string(file).map_err(|error| refused(file, error))?;
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| refused(file, on_one_line(&text, &error)))?;
     table.into_iter().try_fold(command, |command, (key, value)| {
+        if value.is_table() {
+            return Err(refused(file, format!("`{key}` is a section, and this file has none; write all keys without sections")));
+        }
         let arg_of = |role: &clap::Command| {
             let is_key = |arg: &&clap::Arg| arg.get_long() == Some(&key) && key != "config" && key != "print-config";
             role.get_arguments().find(is_key).map(|arg| arg.get_id().clone())

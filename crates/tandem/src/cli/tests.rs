@@ -77,6 +77,8 @@ fn error_in_the_config_file_names_the_file() {
         ("decode-workers = 0", "--decode-workers"),
         ("engine = \"gpu\"", "possible values: cpu"),
         ("engine = [1]", "`engine` is not a plain value"),
+        ("[router]\nlisten = 1", "`router` is a section, and this file has none"),
+        ("[frontend]\nlisten = 1", "`frontend` is a section, and this file has none"),
         ("no-prefix-caching = \"maybe\"", "--no-prefix-caching"),
         ("sim-speedup = 0", "a number above 0"),
         ("account-header = \"a b\"", "the name of an HTTP header"),

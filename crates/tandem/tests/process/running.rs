@@ -61,7 +61,7 @@ fn commands_without_a_server_find_the_only_cluster_of_their_user() {
     if TcpStream::connect("127.0.0.1:8000").is_err() {
         let (code, nothing) = user.run(&["route", "explain", "--prompt", "x"]);
         assert!(
-            code == Some(1) && nothing.contains("you run no cluster") && nothing.contains("start one with: tandem up"),
+            code == Some(1) && nothing.contains("you run no `tandem up`") && nothing.contains("start `tandem up`, or name"),
             "{nothing}"
         );
     }
