@@ -1,7 +1,7 @@
 //! Byte-pair encoding of words: of all neighbours that may merge, those with the lowest rank merge first.
 
-use foldhash::fast::FixedState;
-use std::{cmp::Reverse, collections::BinaryHeap, collections::HashMap};
+use foldhash::fast::{FixedState, RandomState};
+use std::{cmp::Reverse, collections::BinaryHeap, collections::HashMap, ops::Range};
 use tandem_kv::TokenId;
 
 pub(super) struct Bpe {
@@ -18,9 +18,16 @@ struct Merge {
     id: TokenId,
 }
 
-/// Buffers that are reused for each word.
+/// The maximum number of words of a text whose ids are remembered.
+const SEEN_MAX: usize = 1 << 12;
+/// In a word of at most this many parts, the lowest rank is searched for; in a longer one it is kept in a heap.
+const SEARCHED_MAX: usize = 32;
+
+/// Buffers that are reused for each word of a text.
 #[derive(Default)]
-pub(super) struct BpeScratch {
+pub(super) struct BpeScratch<'t> {
+    /// Where the ids of words that are no tokens are in the text's ids.
+    seen: HashMap<&'t [u8], Range<usize>, RandomState>,
     parts: Vec<WordPart>,
     /// Pairs of neighbours, as the rank of their merge and the index of the left one. A pair is outdated if the left part now has another rank.
     pairs: BinaryHeap<Reverse<(u32, u32)>>,
@@ -69,15 +76,51 @@ impl Bpe {
         self.bytes.iter().all(Option::is_some)
     }
 
-    /// Appends the ids of a word.
-    pub(super) fn encode(&self, word: &[u8], scratch: &mut BpeScratch, ids: &mut Vec<TokenId>) {
-        match self.words.get(word) {
-            Some(id) => ids.push(*id),
-            None => self.merge(word, scratch, ids),
+    /// Appends the ids of a word. `ids` has those of all words for which this scratch was used.
+    pub(super) fn encode<'t>(&self, word: &'t [u8], scratch: &mut BpeScratch<'t>, ids: &mut Vec<TokenId>) {
+        if let Some(id) = self.words.get(word) {
+            ids.push(*id);
+        } else if let Some(seen) = scratch.seen.get(word) {
+            ids.extend_from_within(seen.clone());
+        } else {
+            let start = ids.len();
+            self.merge(word, scratch, ids);
+            if scratch.seen.len() < SEEN_MAX {
+                scratch.seen.insert(word, start..ids.len());
+            }
         }
     }
 
-    fn merge(&self, word: &[u8], BpeScratch { parts, pairs }: &mut BpeScratch, ids: &mut Vec<TokenId>) {
+    fn merge(&self, word: &[u8], scratch: &mut BpeScratch<'_>, ids: &mut Vec<TokenId>) {
+        if word.len() <= SEARCHED_MAX { self.merge_short(word, ids) } else { self.merge_long(word, scratch, ids) }
+    }
+
+    /// Merges the bytes of a short word: as many searches for the lowest rank as there are merges.
+    fn merge_short(&self, word: &[u8], ids: &mut Vec<TokenId>) {
+        let mut parts = [(0, NO_MERGE); SEARCHED_MAX];
+        let mut len = 0;
+        for id in word.iter().filter_map(|byte| self.bytes[usize::from(*byte)]) {
+            parts[len].0 = id;
+            len += 1;
+        }
+        let merge = |left: TokenId, right: TokenId| self.merges.get(&(left, right)).copied().unwrap_or(NO_MERGE);
+        for left in 1..len {
+            parts[left - 1].1 = merge(parts[left - 1].0, parts[left].0);
+        }
+        // The last part has no merge. Of equal ranks, the first one merges first.
+        while let Some(at) = (0..len).min_by_key(|at| parts[*at].1.rank).filter(|at| parts[*at].1.rank != NO_RANK) {
+            parts[at].0 = parts[at].1.id;
+            parts.copy_within(at + 2..len, at + 1);
+            len -= 1;
+            parts[at].1 = if at + 1 < len { merge(parts[at].0, parts[at + 1].0) } else { NO_MERGE };
+            if at > 0 {
+                parts[at - 1].1 = merge(parts[at - 1].0, parts[at].0);
+            }
+        }
+        ids.extend(parts[..len].iter().map(|(id, _)| *id));
+    }
+
+    fn merge_long(&self, word: &[u8], BpeScratch { parts, pairs, .. }: &mut BpeScratch<'_>, ids: &mut Vec<TokenId>) {
         parts.clear();
         pairs.clear();
         let known = word.iter().filter_map(|byte| self.bytes[usize::from(*byte)]);
