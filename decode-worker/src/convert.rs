@@ -1,10 +1,10 @@
 //! Conversions between wire messages and the engine's types. Requests are checked here, and only here.
 
-use std::time::Duration;
-use tandem_engine::{FinishReason, Generate, Generated, KvSource, TokenLogprobs};
-use tandem_kv::{Namespace, TokenId};
+use std::{sync::Arc, time::Duration};
+use tandem_engine::{FinishReason, Generate, Generated, KvSource, PromptImage, TokenLogprobs};
+use tandem_kv::{ImageId, ImageStart, Namespace, TokenId};
 use tandem_proto::{
-    NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
+    IMAGES_MAX, NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{self, GenerateRequest, WorkerRef, finished},
 };
 use tandem_worker::{InvalidSampling, LOGPROBS_MAX, sampling};
@@ -12,6 +12,8 @@ use tokio::time::Instant;
 
 /// Maximum number of samples of one prompt.
 const SAMPLES_MAX: u32 = 128;
+const MEDIA_TYPE_BYTES_MAX: usize = 32;
+
 #[derive(Debug)]
 pub(crate) struct DecodeRequest {
     pub(crate) attempt: u32,
@@ -53,6 +55,14 @@ pub(crate) enum Invalid {
     NoPrefillWorker,
     #[error("a prompt whose logprobs are requested must be prefilled on the decode worker")]
     PromptLogprobsElsewhere,
+    #[error(
+        "images must be at most {IMAGES_MAX}, of image types, with ids of 32 bytes, and in order at equal tokens of the prompt"
+    )]
+    Images,
+    #[error("a prompt with images must be prefilled on the decode worker")]
+    ImagesElsewhere,
+    #[error("this worker's engine reads no images")]
+    NoImages,
 }
 
 impl From<InvalidSampling> for Invalid {
@@ -87,6 +97,9 @@ impl DecodeRequest {
             if request.prompt_logprobs.is_some() {
                 return Err(Invalid::PromptLogprobsElsewhere);
             }
+            if !request.images.is_empty() {
+                return Err(Invalid::ImagesElsewhere);
+            }
         }
         let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?, vocab_size)?;
         let generated = request.generated;
@@ -97,6 +110,7 @@ impl DecodeRequest {
         if !in_order || !generated.iter().all(resumable) {
             return Err(Invalid::Generated);
         }
+        let images = images(request.images, &request.prompt).ok_or(Invalid::Images)?;
         Ok(Self {
             attempt: request.attempt,
             traceparent: request.traceparent,
@@ -116,6 +130,7 @@ impl DecodeRequest {
                 kv: if request.prefill.is_some() { KvSource::Remote } else { KvSource::Local },
                 prompt_logprobs: request.prompt_logprobs,
                 generated: generated.into_iter().map(|of| Generated { sample: of.sample, tokens: of.tokens }).collect(),
+                images,
             },
             prefill: request.prefill,
             start_within: request.prefill_start_timeout_ms.map(|ms| Duration::from_millis(ms.into())),
@@ -134,6 +149,22 @@ fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
     ];
     let too_long = texts.into_iter().find(|(_, bytes, bytes_max, _)| bytes > bytes_max);
     too_long.map_or(Ok(()), |(field, _, _, allowed)| Err(Invalid::OutOfRange { field, allowed }))
+}
+
+/// Returns the images of a prompt; `None` if they are not valid. The engine gets one placeholder for each image, so all placeholders of an
+/// image must be the same token.
+fn images(images: Vec<v1::Image>, prompt: &[TokenId]) -> Option<Arc<[PromptImage]>> {
+    let mut end = 0;
+    let image = |v1::Image { id, offset, length, media_type, data }: v1::Image| {
+        let (at, len) = (offset as usize, length as usize);
+        let placeholders = prompt.get(at..at.checked_add(len)?).filter(|_| at >= end)?;
+        let is_image = media_type.starts_with("image/") && media_type.len() <= MEDIA_TYPE_BYTES_MAX;
+        let is_one_token = placeholders.first().is_some_and(|first| placeholders.iter().all(|token| token == first));
+        end = at + len;
+        let start = ImageStart { at, id: ImageId(id.try_into().ok()?) };
+        (is_image && is_one_token).then_some(PromptImage { start, len, media_type, data })
+    };
+    if images.len() > IMAGES_MAX { None } else { images.into_iter().map(image).collect() }
 }
 
 pub(crate) fn started(started: &tandem_engine::Started) -> v1::DecodeStarted {

@@ -90,6 +90,7 @@ impl Dispatcher {
             prompt_logits: prompt.prompt_logprobs.is_some(),
             max_tokens: prompt.max_tokens,
             samples: prompt.samples,
+            has_images: !prompt.images.is_empty(),
         };
         self.routers.explain(request).await
     }

@@ -14,6 +14,7 @@ use crate::{
     metrics::{FrontendMetrics, encodings},
     models::Models,
     recent::Recent,
+    render::Renderers,
     settings::{CacheIsolation, FrontendSettings},
 };
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
@@ -69,6 +70,7 @@ pub(crate) struct App {
     /// constraints.
     pub(super) checked: Mutex<LruCache<(Option<Client>, Constraint), ()>>,
     pub(super) encodings: Arc<EncodingCache>,
+    pub(super) renderers: Renderers,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
@@ -93,6 +95,7 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(
         settings: FrontendSettings,
+        renderers: Renderers,
         keys: Option<Arc<Keys>>,
         trust: Trust,
         routers: &BTreeSet<String>,
@@ -140,6 +143,7 @@ impl App {
             constraints: Cores::one_for_each_client(),
             checked: Mutex::new(LruCache::new(CHECKED_MAX)),
             encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, encodings(registry))),
+            renderers,
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
             max_wait: settings.max_wait,
