@@ -97,10 +97,8 @@ impl DecodeRequest {
             if request.prompt_logprobs.is_some() {
                 return Err(Invalid::PromptLogprobsElsewhere);
             }
-            if !request.images.is_empty() {
-                return Err(Invalid::ImagesElsewhere);
-            }
         }
+        let images = images(&request)?;
         let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?, vocab_size)?;
         let generated = request.generated;
         let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
@@ -110,7 +108,6 @@ impl DecodeRequest {
         if !in_order || !generated.iter().all(resumable) {
             return Err(Invalid::Generated);
         }
-        let images = images(request.images, &request.prompt).ok_or(Invalid::Images)?;
         Ok(Self {
             attempt: request.attempt,
             traceparent: request.traceparent,
@@ -151,20 +148,23 @@ fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
     too_long.map_or(Ok(()), |(field, _, _, allowed)| Err(Invalid::OutOfRange { field, allowed }))
 }
 
-/// Returns the images of a prompt; `None` if they are not valid. The engine gets one placeholder for each image, so all placeholders of an
-/// image must be the same token.
-fn images(images: Vec<v1::Image>, prompt: &[TokenId]) -> Option<Arc<[PromptImage]>> {
+/// Returns the images of the prompt. The engine gets one placeholder for each image, so all placeholders of an image must be the same token.
+fn images(request: &GenerateRequest) -> Result<Arc<[PromptImage]>, Invalid> {
+    if request.prefill.is_some() && !request.images.is_empty() {
+        return Err(Invalid::ImagesElsewhere);
+    }
     let mut end = 0;
-    let image = |v1::Image { id, offset, length, media_type, data }: v1::Image| {
-        let (at, len) = (offset as usize, length as usize);
-        let placeholders = prompt.get(at..at.checked_add(len)?).filter(|_| at >= end)?;
+    let image = |v1::Image { id, offset, length, media_type, data }: &v1::Image| {
+        let (at, len) = (*offset as usize, *length as usize);
+        let placeholders = request.prompt.get(at..at.checked_add(len)?).filter(|_| at >= end)?;
         let is_image = media_type.starts_with("image/") && media_type.len() <= MEDIA_TYPE_BYTES_MAX;
         let is_one_token = placeholders.first().is_some_and(|first| placeholders.iter().all(|token| token == first));
         end = at + len;
-        let start = ImageStart { at, id: ImageId(id.try_into().ok()?) };
-        (is_image && is_one_token).then_some(PromptImage { start, len, media_type, data })
+        let start = ImageStart { at, id: ImageId(id.as_slice().try_into().ok()?) };
+        (is_image && is_one_token).then(|| PromptImage { start, len, media_type: media_type.clone(), data: data.clone() })
     };
-    if images.len() > IMAGES_MAX { None } else { images.into_iter().map(image).collect() }
+    let images = if request.images.len() > IMAGES_MAX { None } else { request.images.iter().map(image).collect() };
+    images.ok_or(Invalid::Images)
 }
 
 pub(crate) fn started(started: &tandem_engine::Started) -> v1::DecodeStarted {

@@ -1,6 +1,9 @@
 //! The models of one frontend, by their ids.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, atomic::Ordering},
+};
 use tandem_proto::v1::{Identity, WorkerInfo, worker_info::Role};
 use tandem_text::ServedModel;
 
@@ -19,7 +22,7 @@ impl Served {
         let of_model = workers.filter(|info| info.role() == Role::Decode && (info.model == *id || info.loras.contains(id)));
         let of_model: Vec<_> = of_model.collect();
         if !of_model.is_empty() {
-            self.model.set_reads_images(of_model.iter().any(|info| info.accepts_images));
+            self.model.reads_images.store(of_model.iter().any(|info| info.accepts_images), Ordering::Relaxed);
         }
         let held = of_model.iter().map(|info| {
             // 0 stands for a context without a limit.

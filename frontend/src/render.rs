@@ -57,12 +57,12 @@ pub(crate) struct Renderers {
 pub(crate) struct Rendered {
     pub(crate) tokens: Vec<TokenId>,
     /// The place of each image's tokens, in order: all tokens of an image are equal, and occur nowhere else.
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<ImagePlace>,
 }
 
 /// The place of an image's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct ImagePlace {
     pub(crate) offset: u32,
     pub(crate) length: u32,
 }
@@ -81,7 +81,7 @@ enum RenderFailure {
 }
 
 #[derive(Deserialize)]
-struct Answer {
+struct RenderAnswer {
     token_ids: Vec<TokenId>,
     features: Option<Features>,
 }
@@ -89,11 +89,11 @@ struct Answer {
 #[derive(Deserialize)]
 struct Features {
     mm_hashes: HashMap<String, Vec<String>>,
-    mm_placeholders: HashMap<String, Vec<Place>>,
+    mm_placeholders: HashMap<String, Vec<ImagePlace>>,
 }
 
 /// Returns the identity of an image: a hash of the cache namespace and the file. An engine keeps what it computes from an image under the
-/// identity alone, so that namespaces share nothing of this either. There is no secret in the hash, because whoever sees an identity in an
+/// identity alone, so that namespaces share nothing of this either. There is no secret in the hash, because a program that sees an identity in an
 /// engine also sees the image.
 pub(crate) fn image_id(namespace: &Namespace, file: &[u8]) -> ImageId {
     let mut hash = Context::new(&SHA256);
@@ -191,9 +191,9 @@ impl Renderer {
 /// Checks the answer of a renderer to a conversation with these images.
 fn check(answer: &[u8], ids: &[String]) -> Result<Rendered, RenderFailure> {
     let malformed = RenderFailure::Malformed;
-    let answer: Answer = serde_json::from_slice(answer)
+    let answer: RenderAnswer = serde_json::from_slice(answer)
         .map_err(|_| malformed("it is not JSON with token_ids, features.mm_hashes and mm_placeholders"))?;
-    let Answer { token_ids: tokens, features: Some(Features { mm_hashes, mut mm_placeholders }) } = answer else {
+    let RenderAnswer { token_ids: tokens, features: Some(Features { mm_hashes, mut mm_placeholders }) } = answer else {
         return Err(malformed("it has no features"));
     };
     let places = mm_placeholders.remove("image").unwrap_or_default();
@@ -204,7 +204,7 @@ fn check(answer: &[u8], ids: &[String]) -> Result<Rendered, RenderFailure> {
         return Err(malformed("it has not kept the identities of the images"));
     }
     let (mut end, mut placeholder) = (0, None);
-    for Place { offset, length } in &places {
+    for ImagePlace { offset, length } in &places {
         let (from, to) = (*offset as usize, *offset as usize + *length as usize);
         let found =
             tokens.get(from..to).filter(|_| from >= end).ok_or_else(|| malformed("its images are not in order in the prompt"))?;
@@ -243,7 +243,7 @@ mod tests {
     fn places_of_images_are_read() {
         let rendered = check(&answer(&[(1, 3), (5, 1)], |_| {}), &ids(2)).expect("the answer is valid");
         assert_eq!(rendered.tokens, [1, 9, 9, 9, 2, 9, 3]);
-        let place = |offset, length| Place { offset, length };
+        let place = |offset, length| ImagePlace { offset, length };
         assert_eq!(rendered.places, [place(1, 3), place(5, 1)]);
     }
 

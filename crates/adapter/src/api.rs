@@ -132,6 +132,20 @@ pub(crate) struct EngineUsage {
     pub prompt_tokens: Option<u32>,
 }
 
+impl EngineUsage {
+    /// Logs an error if the engine counts other tokens of a prompt with images than the frontend. The engine then has other blocks than those
+    /// that the router expects, so hits are lost. `expected` is the number of the call's tokens when it was sent.
+    pub fn check(&self, call: &EngineCall, expected: usize) {
+        if let Some(found) = self.prompt_tokens.filter(|found| *found as usize != expected && !call.images.is_empty()) {
+            tracing::error!(
+                found,
+                expected,
+                "the engine counts other tokens of a prompt with images than the frontend; the renderer and the engine must run the same model and version"
+            );
+        }
+    }
+}
+
 /// The reason why the engine did not serve a request.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EngineFailure {

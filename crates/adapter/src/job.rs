@@ -450,15 +450,7 @@ impl SampleRun<'_> {
             (Some(Finish::Aborted), _) if self.is_aborted => None,
             _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
         };
-        let other = usage.prompt_tokens.filter(|tokens| *tokens as usize != self.sent_tokens && !self.call.images.is_empty());
-        if let Some(prompt_tokens) = other {
-            // The engine then has other blocks than those that the router expects, so hits are lost.
-            tracing::error!(
-                prompt_tokens,
-                expected = self.sent_tokens,
-                "the engine counts other tokens of a prompt with images than the frontend; the renderer and the engine must run the same model and version"
-            );
-        }
+        usage.check(&self.call, self.sent_tokens);
         if self.counted.is_none() {
             // For a request that is aborted before its first token, vLLM always reports 0 cached tokens, even if it had found some.
             self.count(usage.cached_tokens.filter(|_| self.has_begun || !self.is_aborted)).await?;

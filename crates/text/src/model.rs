@@ -25,8 +25,8 @@ pub struct ServedModel {
     pub context_length: u32,
     /// The longest sequence that a worker of the model can hold, in tokens; `u32::MAX` until it is known.
     held_max: Arc<AtomicU32>,
-    /// Whether a worker of the model accepts images; `false` until it is known.
-    reads_images: Arc<AtomicBool>,
+    /// Whether a worker of the model accepts images; `false` until it is known. All clones of the model have it.
+    pub reads_images: Arc<AtomicBool>,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// The tokens that end an answer.
@@ -159,11 +159,6 @@ impl ServedModel {
     /// Returns whether a worker of the model accepts images.
     pub fn reads_images(&self) -> bool {
         self.reads_images.load(Ordering::Relaxed)
-    }
-
-    /// Sets whether a worker of the model accepts images. All clones of the model have it.
-    pub fn set_reads_images(&self, reads: bool) {
-        self.reads_images.store(reads, Ordering::Relaxed);
     }
 
     /// Returns the length in bytes beyond which a rendered conversation cannot fit into the context. The factor 4 is for guard characters

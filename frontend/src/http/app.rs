@@ -103,7 +103,7 @@ impl App {
         registry: &Metrics,
         shutdown: Shutdown,
     ) -> Self {
-        let metrics = Arc::new(FrontendMetrics::new(registry));
+        let (metrics, limits) = (Arc::new(FrontendMetrics::new(registry)), AttemptLimits::of(&settings));
         let identity = Identity {
             cluster: settings.cluster,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -112,13 +112,6 @@ impl App {
             ..Identity::default()
         };
         let models = Models::new(settings.models, &identity);
-        let hash_key = network.key().hash_key();
-        let limits = AttemptLimits {
-            attempts: settings.attempts,
-            attempt_timeout: settings.attempt_timeout,
-            first_token_timeout: settings.first_token_timeout,
-            resumes: settings.resumes,
-        };
         let identities = models.iter().map(|served| Arc::clone(&served.identity)).collect();
         let routers =
             Routers::new(routers, network.expecting(&[PeerRole::Router]), identities, settings.router_wait, Arc::clone(&metrics));
@@ -136,7 +129,7 @@ impl App {
             failures_logged: LogLimit::default(),
             metrics,
             block_size: settings.block_size,
-            hash_key,
+            hash_key: network.key().hash_key(),
             bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
             parsing: Cores::default(),
             encoding: Cores::default(),

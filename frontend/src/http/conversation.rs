@@ -4,7 +4,7 @@ use super::incoming::{Incoming, Job, PromptTokens};
 use crate::{
     error::ApiError,
     models::Served,
-    render::{Place, Rendered, image_id},
+    render::{ImagePlace, Rendered, image_id},
 };
 use std::sync::Arc;
 use tandem_api::{
@@ -107,7 +107,7 @@ pub(super) async fn encode(incoming: &mut Incoming, model: &Arc<ServedModel>, ch
     };
     let (chat, images, ids, body) = incoming.encode_conversation(prepare).await?;
     let Rendered { tokens, places } = renderers.render(&model.id, model.context_length, body.into(), &ids).await?;
-    let image = |((CheckedImage { media_type, data }, ImageId(id)), Place { offset, length }): (_, Place)| Image {
+    let image = |((CheckedImage { media_type, data }, ImageId(id)), ImagePlace { offset, length }): (_, ImagePlace)| Image {
         id: id.to_vec(),
         offset,
         length,

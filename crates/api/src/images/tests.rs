@@ -1,12 +1,13 @@
 use super::*;
 use crate::parameters::{ChatRequest, MessagesRequest, ResponsesRequest};
+use std::sync::atomic::Ordering;
 
 /// A PNG of 64 × 64 pixels.
 const PNG: &str = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR42u3MQREAAAwCIKMb3RD77SAA6VEEAoFAIBAIBAKBQCAQfA8G320AeXC6efoAAAAASUVORK5CYII=";
 
 fn model(reads_images: bool) -> ServedModel {
     let model = ServedModel::sim("m");
-    model.set_reads_images(reads_images);
+    model.reads_images.store(reads_images, Ordering::Relaxed);
     model
 }
 

@@ -188,12 +188,9 @@ impl Cluster {
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
-        let sequences_max = settings.model.max_concurrent_requests;
-        let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), sequences_max);
+        let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), settings.model.max_concurrent_requests);
         own.models.extend(extra);
-        if own.renderers.is_empty() {
-            own.renderers = renderers;
-        }
+        own.renderers = Some(own.renderers).filter(|own| !own.is_empty()).unwrap_or(renderers);
         for answers in starting {
             answers.end().await;
         }
