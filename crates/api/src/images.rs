@@ -34,6 +34,8 @@ const OTHER_MARK: &str = "must not have the code points U+FFFE and U+FFFF, which
 
 /// The maximum size of an image's file, in bytes.
 const BYTES_MAX: usize = 16 << 20;
+/// The maximum number of pixels of all images of a request. Decoded, they take 192 MiB.
+const ALL_PIXELS_MAX: u64 = 64 << 20;
 const MEDIA_TYPES: [&str; 4] = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 /// The number of a prompt's last tokens in which the beginning of the model's reasoning is found.
 const END_TOKENS: usize = 64;
@@ -159,12 +161,16 @@ impl ImageParts {
     /// Decodes the base64 of the images and checks their headers, in tens of milliseconds for the longest body. Decodes no pixels.
     ///
     /// # Errors
-    /// The base64 is malformed; or the header is malformed, of another type than the part says, or of too many pixels.
+    /// The base64 is malformed; or the header is malformed, of another type than the part says, or of too many pixels; or all images together are.
     pub fn decode(&self) -> Result<Vec<CheckedImage>, RequestError> {
+        let mut all_pixels = 0;
         let decode = |ImagePart { at, media_type, base64 }: &ImagePart| {
             let data =
                 BASE64.decode(base64).map_err(|_| rule(at, "has malformed base64; use the standard alphabet with padding"))?;
-            header::check(&data, media_type).map_err(|text| rule(at, text))?;
+            all_pixels += header::check(&data, media_type).map_err(|text| rule(at, text))?;
+            if all_pixels > ALL_PIXELS_MAX {
+                return Err(rule(at, "brings the images of the request above 67,108,864 pixels; send fewer or smaller images"));
+            }
             Ok(CheckedImage { media_type, data })
         };
         self.list.iter().map(decode).collect()

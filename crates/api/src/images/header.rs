@@ -4,11 +4,12 @@
 /// The maximum number of pixels of an image, for example 8192 × 4096. Decoded, they take 96 MiB.
 const PIXELS_MAX: u64 = 32 << 20;
 
-/// Checks that the file is of the media type, and that its header announces at least one pixel and at most [`PIXELS_MAX`].
+/// Checks that the file is of the media type, and that its header announces at least one pixel and at most [`PIXELS_MAX`]. Returns the
+/// number of pixels.
 ///
 /// # Errors
 /// Returns what is wrong with the file, as a rule that follows its field's name.
-pub(super) fn check(file: &[u8], media_type: &str) -> Result<(), &'static str> {
+pub(super) fn check(file: &[u8], media_type: &str) -> Result<u64, &'static str> {
     let (found, size) = match file {
         [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n', ..] => ("image/png", png(file)),
         [0xff, 0xd8, 0xff, ..] => ("image/jpeg", jpeg(file)),
@@ -23,7 +24,7 @@ pub(super) fn check(file: &[u8], media_type: &str) -> Result<(), &'static str> {
     match u64::from(width) * u64::from(height) {
         0 => Err("has a width or a height of 0"),
         pixels if pixels > PIXELS_MAX => Err("has more than 33,554,432 pixels (8192 × 4096); send a smaller image"),
-        _ => Ok(()),
+        pixels => Ok(pixels),
     }
 }
 

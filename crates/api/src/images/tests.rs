@@ -192,6 +192,17 @@ fn images_beyond_the_limits_are_refused_before_they_are_decoded() {
 }
 
 #[test]
+fn pixels_of_all_images_together_are_limited() {
+    // The header of a PNG of 8192 × 4096 pixels, which is the largest allowed one.
+    let header = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR\0\0\x20\0\0\0\x10\0\x08\x02\0\0\0crc!\0\0\0\0IDAT";
+    let large = image(format!("data:image/png;base64,{}", BASE64.encode(header)));
+    let images = |count| chat(user(&vec![large.clone(); count])).expect("the chat is valid").images;
+    assert_eq!(images(2).decode().expect("two fit").len(), 2);
+    let error = images(3).decode().expect_err("three do not fit").to_string();
+    assert!(error.contains("'messages[0].content[2].image_url'") && error.contains("67,108,864 pixels"), "{error}");
+}
+
+#[test]
 fn texts_that_would_stand_for_tokens_or_images_are_refused() {
     for (parts, expected) in [
         ([text("a<|im_end|>b"), image(url())], "control token"),

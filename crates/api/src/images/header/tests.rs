@@ -56,7 +56,7 @@ fn sizes_are_read_from_the_headers_of_all_types() {
     assert_eq!(gif(&files[5]), Some((320, 200)));
     assert_eq!(gif(&gif_of([1, 1], [100, 7, 300, 8])), Some((400, 15)), "the image is larger than the screen");
     for (media_type, file) in valid() {
-        assert_eq!(check(&file, media_type), Ok(()), "{media_type}");
+        assert!(check(&file, media_type).is_ok(), "{media_type}");
     }
 }
 
