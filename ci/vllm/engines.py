@@ -56,6 +56,13 @@ LAYOUTS = {
     "p+d": Layout(("prefill", "decode"), transfer=True),
     "mixed": Layout(),
     "hybrid": Layout(**HYBRID),
+    "images": Layout(
+        ("vision-a", "vision-b"),
+        model="vision",
+        blocks=1000,
+        max_model_len=2048,
+        options=("--limit-mm-per-prompt", '{"image": 4, "video": 0}', "--skip-mm-profiling", "--distributed-executor-backend", "uni"),
+    ),
     "hybrid_everywhere": Layout(**HYBRID, options=("--prefix-cache-retention-interval", "None")),
 }
 

@@ -1,10 +1,10 @@
 //! Conversions between wire messages and the engine's types. Requests are checked here, and only here.
 
-use std::time::Duration;
-use tandem_engine::{FinishReason, Generate, Generated, KvSource, TokenLogprobs};
-use tandem_kv::{Namespace, TokenId};
+use std::{sync::Arc, time::Duration};
+use tandem_engine::{FinishReason, Generate, Generated, KvSource, PromptImage, TokenLogprobs};
+use tandem_kv::{ImageId, ImageStart, Namespace, TokenId};
 use tandem_proto::{
-    NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
+    IMAGES_MAX, NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{self, GenerateRequest, WorkerRef, finished},
 };
 use tandem_worker::{InvalidSampling, LOGPROBS_MAX, sampling};
@@ -12,6 +12,8 @@ use tokio::time::Instant;
 
 /// Maximum number of samples of one prompt.
 const SAMPLES_MAX: u32 = 128;
+const MEDIA_TYPE_BYTES_MAX: usize = 32;
+
 #[derive(Debug)]
 pub(crate) struct DecodeRequest {
     pub(crate) attempt: u32,
@@ -53,6 +55,14 @@ pub(crate) enum Invalid {
     NoPrefillWorker,
     #[error("a prompt whose logprobs are requested must be prefilled on the decode worker")]
     PromptLogprobsElsewhere,
+    #[error(
+        "images must be at most {IMAGES_MAX}, of image types, with ids of 32 bytes, and in order at equal tokens of the prompt"
+    )]
+    Images,
+    #[error("a prompt with images must be prefilled on the decode worker")]
+    ImagesElsewhere,
+    #[error("this worker's engine reads no images")]
+    NoImages,
 }
 
 impl From<InvalidSampling> for Invalid {
@@ -88,6 +98,7 @@ impl DecodeRequest {
                 return Err(Invalid::PromptLogprobsElsewhere);
             }
         }
+        let images = images(&request)?;
         let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?, vocab_size)?;
         let generated = request.generated;
         let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
@@ -116,6 +127,7 @@ impl DecodeRequest {
                 kv: if request.prefill.is_some() { KvSource::Remote } else { KvSource::Local },
                 prompt_logprobs: request.prompt_logprobs,
                 generated: generated.into_iter().map(|of| Generated { sample: of.sample, tokens: of.tokens }).collect(),
+                images,
             },
             prefill: request.prefill,
             start_within: request.prefill_start_timeout_ms.map(|ms| Duration::from_millis(ms.into())),
@@ -134,6 +146,25 @@ fn check_texts(request: &GenerateRequest) -> Result<(), Invalid> {
     ];
     let too_long = texts.into_iter().find(|(_, bytes, bytes_max, _)| bytes > bytes_max);
     too_long.map_or(Ok(()), |(field, _, _, allowed)| Err(Invalid::OutOfRange { field, allowed }))
+}
+
+/// Returns the images of the prompt. The engine gets one placeholder for each image, so all placeholders of an image must be the same token.
+fn images(request: &GenerateRequest) -> Result<Arc<[PromptImage]>, Invalid> {
+    if request.prefill.is_some() && !request.images.is_empty() {
+        return Err(Invalid::ImagesElsewhere);
+    }
+    let mut end = 0;
+    let image = |v1::Image { id, offset, length, media_type, data }: &v1::Image| {
+        let (at, len) = (*offset as usize, *length as usize);
+        let placeholders = request.prompt.get(at..at.checked_add(len)?).filter(|_| at >= end)?;
+        let is_image = media_type.starts_with("image/") && media_type.len() <= MEDIA_TYPE_BYTES_MAX;
+        let is_one_token = placeholders.first().is_some_and(|first| placeholders.iter().all(|token| token == first));
+        end = at + len;
+        let start = ImageStart { at, id: ImageId(id.as_slice().try_into().ok()?) };
+        (is_image && is_one_token).then(|| PromptImage { start, len, media_type: media_type.clone(), data: data.clone() })
+    };
+    let images = if request.images.len() > IMAGES_MAX { None } else { request.images.iter().map(image).collect() };
+    images.ok_or(Invalid::Images)
 }
 
 pub(crate) fn started(started: &tandem_engine::Started) -> v1::DecodeStarted {

@@ -3,7 +3,7 @@
 
 use crate::{
     client::ClientStream,
-    convert::DecodeRequest,
+    convert::{DecodeRequest, Invalid},
     failure::DecodeEnd,
     forward::{LateCount, forward, forward_late},
     remote,
@@ -76,6 +76,9 @@ impl DecodeWorker {
         let for_prefill = matches!(self.receiving, Receiving::Rooms(_)).then(|| request.sampling.clone()).flatten();
         let request = DecodeRequest::check(request, backend.info().vocab_size)?;
         self.common.model_of(&request.generate.namespace)?;
+        if !request.generate.images.is_empty() && !info.accepts_images {
+            return Err(Invalid::NoImages.into());
+        }
         match request.prefill.clone() {
             None => self.local(request, client).await,
             Some(prefill) => remote::run(self, request, (prefill, for_prefill), client).await,

@@ -86,6 +86,8 @@ pub(crate) enum ApiError {
     TooManySequences { sequences: usize, max: usize },
     #[error("This client's limit of {max} running sequences (prompts × n) is reached; try again when some of them have ended.")]
     ClientLimit { max: usize },
+    #[error("No server that reads images answers; try again shortly.")]
+    Renderers,
     #[error(transparent)]
     Dispatch(#[from] DispatchError),
 }
@@ -138,6 +140,7 @@ impl ApiError {
             Self::Connections => unavailable("too_many_connections"),
             Self::Starting { .. } => unavailable("starting"),
             Self::Overloaded => unavailable("overloaded"),
+            Self::Renderers => unavailable("no_renderer"),
             Self::TooManySequences { .. } => bad(Some("n"), Some("too_many_sequences")),
             Self::ClientLimit { .. } => limited(Some(1)),
             Self::Dispatch(error) => match error {

@@ -19,6 +19,7 @@ mod models;
 mod prefix;
 mod prompt;
 mod recent;
+mod render;
 mod settings;
 mod shares;
 mod stream;
@@ -29,6 +30,7 @@ pub use axum::http::HeaderName;
 pub use http::starting::StartingAnswers;
 pub use ipnet::IpNet;
 pub use keys::{ApiKey, ApiKeyFile, ApiKeyFileError, ApiKeys, KeyCache, KeyHash};
+pub use render::{InvalidRenderer, Renderer};
 pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 
 use calls::CallLog;
@@ -36,6 +38,7 @@ use futures::future::OptionFuture;
 use http::{App, Origins, Trust};
 use keys::Keys;
 use models::Models;
+use render::Renderers;
 use std::{sync::Arc, time::Duration};
 pub use tandem_process::listen::{TlsFiles, TlsFilesError};
 use tandem_process::{
@@ -58,6 +61,9 @@ pub enum FrontendError {
     /// The setting `block_size` is 0.
     #[error("block_size must be at least 1")]
     BlockSize,
+    /// A renderer's address or certificate cannot be used.
+    #[error(transparent)]
+    Renderer(#[from] InvalidRenderer),
     /// The listener's address cannot be read.
     #[error("the HTTP server failed: {0}")]
     Serve(#[from] std::io::Error),
@@ -92,7 +98,17 @@ pub async fn run(
     let (tls, watch_tls) = settings.tls.take().map(|files| Tls::new(files, metrics::tls_outdated(&metrics))).unzip();
     let origins = Origins::new(std::mem::take(&mut settings.cors_origins));
     let (drain_idle, shares_port) = (settings.drain_idle, settings.shares_port);
-    let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
+    let renderers = Renderers::new(std::mem::take(&mut settings.renderers))?;
+    let app = Arc::new(App::new(
+        settings,
+        renderers,
+        keys,
+        trust,
+        routers.now(),
+        listener.network().clone(),
+        &metrics,
+        shutdown.clone(),
+    ));
     let drain = || Drain { begun: CancellationToken::new(), idle_max: drain_idle };
     let limits = |all_max, per_address_max, proxies| {
         let refusal = error::ApiError::Connections.failure().body().to_string();

@@ -1,6 +1,9 @@
 //! The models of one frontend, by their ids.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, atomic::Ordering},
+};
 use tandem_proto::v1::{Identity, WorkerInfo, worker_info::Role};
 use tandem_text::ServedModel;
 
@@ -12,11 +15,16 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    /// Stores how many tokens the largest decode worker of the model can hold. Without a decode worker, the last known number stays.
-    pub(crate) fn learn_context<'a>(&self, workers: impl Iterator<Item = &'a WorkerInfo>) {
+    /// Stores how many tokens the largest decode worker of the model can hold, and whether one accepts images. Without a decode worker, what
+    /// was last known stays.
+    pub(crate) fn learn<'a>(&self, workers: impl Iterator<Item = &'a WorkerInfo>) {
         let id = &self.model.id;
         let of_model = workers.filter(|info| info.role() == Role::Decode && (info.model == *id || info.loras.contains(id)));
-        let held = of_model.map(|info| {
+        let of_model: Vec<_> = of_model.collect();
+        if !of_model.is_empty() {
+            self.model.reads_images.store(of_model.iter().any(|info| info.accepts_images), Ordering::Relaxed);
+        }
+        let held = of_model.iter().map(|info| {
             // 0 stands for a context without a limit.
             let context = if info.context_length == 0 { u32::MAX } else { info.context_length };
             info.capacity_blocks.saturating_mul(info.block_size).min(context)

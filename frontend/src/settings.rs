@@ -1,6 +1,6 @@
 //! Settings of a frontend.
 
-use crate::keys::ApiKeys;
+use crate::{keys::ApiKeys, render::Renderer};
 use axum::http::HeaderName;
 use clap::ValueEnum;
 use ipnet::IpNet;
@@ -99,6 +99,8 @@ pub struct FrontendSettings {
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use the headers `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
+    /// The servers that convert conversations with images to token ids. A model without one has no images.
+    pub renderers: Vec<Renderer>,
 }
 
 /// Which requests share cached KV. Requests for different models, or with different `cache_salt`, never share it.
@@ -163,6 +165,7 @@ impl FrontendSettings {
             cache_isolation: CacheIsolation::Shared,
             trusted_proxies: Vec::new(),
             expose_details: ExposeDetails::Trusted,
+            renderers: Vec::new(),
         }
     }
 }

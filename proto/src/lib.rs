@@ -25,6 +25,9 @@ pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 /// Maximum length in bytes of an id, a name, an account or a trace context in a message. Frontends send less than a tenth of it.
 pub const TEXT_BYTES_MAX: usize = 1_024;
 
+/// Maximum number of images in a prompt.
+pub const IMAGES_MAX: usize = 16;
+
 /// Maximum length in bytes of a cache namespace in a message. A namespace has the names of a model, a revision and a LoRA, and a salt.
 pub const NAMESPACE_BYTES_MAX: usize = 4_096;
 

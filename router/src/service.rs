@@ -96,7 +96,8 @@ impl Router for RouterService {
     }
 
     async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainReply>, Status> {
-        let ExplainRequest { model, sequence_hashes, prompt_tokens, prompt_logits, max_tokens, samples } = request.into_inner();
+        let ExplainRequest { model, sequence_hashes, prompt_tokens, prompt_logits, max_tokens, samples, has_images } =
+            request.into_inner();
         let prompt = RoutePrompt {
             request_id: "explain".to_owned(),
             model,
@@ -105,6 +106,7 @@ impl Router for RouterService {
             max_tokens,
             samples,
             prompt_logits,
+            has_images,
             ..Default::default()
         };
         let (_, request) = self.check(prompt)?;
@@ -189,6 +191,7 @@ impl RouterService {
             min_tokens: prompt.min_tokens,
             max_tokens: prompt.max_tokens,
             prompt_logits: prompt.prompt_logits,
+            has_images: prompt.has_images,
             account: prompt.account.into(),
             priority: prompt.priority.unwrap_or_default().into(),
             max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),

@@ -419,7 +419,7 @@ async fn serve(server: Arc<Server>, body: Bytes) -> Response {
     // Tokens whose logprobs are returned must be computed.
     let lookup = body["logprob_start_len"].as_u64().is_none_or(|start| start as usize >= tokens.len());
     let salt = body["cache_salt"].as_str().unwrap_or_default();
-    let prompt = Prompt { tokens: &tokens, salt, lora: Some(&*lora).filter(|lora| !lora.is_empty()) };
+    let prompt = Prompt { tokens: &tokens, salt, lora: Some(&*lora).filter(|lora| !lora.is_empty()), images: &[] };
     if let Some(room) = room.as_ref().filter(|_| mode == "decode") {
         let received = tokio::select! {
             biased;

@@ -29,6 +29,7 @@ pub struct Adapter {
     pub(crate) api: Arc<dyn Api>,
     pub(crate) exchange: EngineExchange,
     pub(crate) loras: Arc<[String]>,
+    pub(crate) accepts_images: bool,
     pub(crate) hung: watch::Receiver<bool>,
 }
 
@@ -97,6 +98,10 @@ impl Backend for Adapter {
 
     fn loras(&self) -> &[String] {
         &self.loras
+    }
+
+    fn accepts_images(&self) -> bool {
+        self.accepts_images
     }
 
     fn sequences_max(&self) -> u32 {

@@ -2,9 +2,9 @@
 
 use crate::http::HttpError;
 use futures::stream::BoxStream;
-use std::borrow::Cow;
-use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprob, TokenLogprobs};
-use tandem_kv::{Namespace, TokenId};
+use std::{borrow::Cow, sync::Arc};
+use tandem_engine::{Generate, KvHandle, PromptImage, Refusal, Sampling, TokenLogprob, TokenLogprobs};
+use tandem_kv::{ImageStart, Namespace, TokenId};
 use tandem_process::retry::error_chain;
 
 /// The server of an external engine.
@@ -53,6 +53,14 @@ pub(crate) struct EngineCall {
     pub request_id: String,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
+    /// The images of the prompt, in order. Their placeholders are among `tokens`.
+    pub images: Arc<[PromptImage]>,
+}
+
+impl EngineCall {
+    pub fn image_starts(&self) -> Vec<ImageStart> {
+        self.images.iter().map(|image| image.start).collect()
+    }
 }
 
 /// The room in which an engine sends the KV of a prompt to another engine.
@@ -116,10 +124,26 @@ pub(crate) enum Finish {
 }
 
 /// The engine's report about a request that has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EngineUsage {
     /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
+    /// The number of the prompt's tokens, with those of its images; `None` if the engine does not report it.
+    pub prompt_tokens: Option<u32>,
+}
+
+impl EngineUsage {
+    /// Logs an error if the engine counts other tokens of a prompt with images than the frontend. The engine then has other blocks than those
+    /// that the router expects, so hits are lost. `expected` is the number of the call's tokens when it was sent.
+    pub fn check(&self, call: &EngineCall, expected: usize) {
+        if let Some(found) = self.prompt_tokens.filter(|found| *found as usize != expected && !call.images.is_empty()) {
+            tracing::error!(
+                found,
+                expected,
+                "the engine counts other tokens of a prompt with images than the frontend; the renderer and the engine must run the same model and version"
+            );
+        }
+    }
 }
 
 /// The reason why the engine did not serve a request.

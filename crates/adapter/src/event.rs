@@ -1,6 +1,6 @@
 //! The events with which an engine reports changes of its prefix cache, independent of their wire format.
 
-use tandem_kv::{Tier, TokenId};
+use tandem_kv::{ImageStart, Tier, TokenId};
 
 /// The engine's own hash of a block and all blocks before it. Tandem only compares these hashes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -69,8 +69,27 @@ pub enum ExtraKeys {
     None,
     /// The hash has one more input, a text: the cache salt.
     Text(String),
-    /// The hash has other inputs, such as an image, or a LoRA without a name.
+    /// The block has tokens of images. `images` are those that begin in it; the others are inputs of a block before it.
+    Images {
+        /// The cache salt; `None` if the block is not a prompt's first one.
+        salt: Option<String>,
+        /// The images, with their places in the block.
+        images: Vec<ImageStart>,
+    },
+    /// The hash has other inputs, such as an image whose identity Tandem has not made, or a LoRA without a name.
     Other,
+}
+
+impl ExtraKeys {
+    /// Returns the cache salt and the images; `None` if there are other inputs.
+    pub(crate) fn known(&self) -> Option<(Option<&str>, &[ImageStart])> {
+        match self {
+            Self::None => Some((None, &[])),
+            Self::Text(salt) => Some((Some(salt), &[])),
+            Self::Images { salt, images } => Some((salt.as_deref(), images)),
+            Self::Other => None,
+        }
+    }
 }
 
 /// The name of a kind of memory that Tandem does not know, shortened.

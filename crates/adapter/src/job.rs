@@ -144,8 +144,8 @@ struct SubmittedRequest {
 pub(crate) fn prefill(shared: &Arc<AdapterState>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
     let Prefill { request_id, account, priority, namespace, prompt, first_token } = prefill;
     let queued = shared.slots.enqueue(&account, priority, shared.blocks(prompt.len()))?;
-    let call = EngineCall { request_id: shared.request_id(&request_id), namespace, tokens: prompt };
-    let new_tokens = call.tokens.len() - shared.known_tokens(&call.namespace, &call.tokens);
+    let call = EngineCall { request_id: shared.request_id(&request_id), namespace, tokens: prompt, images: Arc::default() };
+    let new_tokens = call.tokens.len() - shared.known_tokens(&call.namespace, &call.tokens, &[]);
     let work = LoadShare::new(&shared.engine_load, request_id, new_tokens, (call.tokens.len(), 1));
     Ok(start(
         shared,
@@ -158,9 +158,12 @@ pub(crate) fn prefill(shared: &Arc<AdapterState>, api: &Arc<dyn Api>, prefill: P
 pub(crate) fn generate(shared: &Arc<AdapterState>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
     let queued = shared.slots.enqueue(&generate.account, generate.priority, shared.blocks(generate.prompt.len()))?;
     let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
+    let images: Vec<_> = generate.images.iter().map(|image| image.start).collect();
     let new_tokens = match generate.kv {
         KvSource::Handle => 0,
-        KvSource::Local | KvSource::Remote => generate.prompt.len() - shared.known_tokens(&generate.namespace, &generate.prompt),
+        KvSource::Local | KvSource::Remote => {
+            generate.prompt.len() - shared.known_tokens(&generate.namespace, &generate.prompt, &images)
+        }
     };
     let work = LoadShare::new(&shared.engine_load, generate.request_id.clone(), new_tokens, (generate.prompt.len(), samples));
     Ok(start(shared, api, QueuedWork { queued, work }, |task, running| async move { task.generate(generate, running).await }))
@@ -232,7 +235,8 @@ impl Task {
             KvSource::Local | KvSource::Remote => (None, submitted),
         };
         let request_id = self.shared.request_id(&generate.request_id);
-        let base = EngineCall { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
+        let (namespace, images) = (generate.namespace.clone(), Arc::clone(&generate.images));
+        let base = EngineCall { request_id, namespace, tokens: generate.shared(), images };
         let tiers = self.shared.tiers(&base);
         if let Some(top) = generate.prompt_logprobs {
             // The engine does not use its prefix cache for a request that asks for the prompt's logprobs.
@@ -316,7 +320,9 @@ impl SampleSet<'_> {
             request_id: format!("{}-{sample}", self.base.request_id),
             namespace: self.base.namespace.clone(),
             tokens: [&self.generate.prompt, &*tokens].concat(),
+            images: Arc::clone(&self.base.images),
         };
+        let sent_tokens = call.tokens.len();
         let room = (self.task.shared.info.context_length as usize).saturating_sub(call.tokens.len()).max(1);
         let run = SampleRun {
             set: self,
@@ -328,6 +334,7 @@ impl SampleSet<'_> {
             // is valid.
             lease_ends: handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for),
             call,
+            sent_tokens,
             is_aborted: false,
             has_begun: false,
             counted: None,
@@ -352,6 +359,8 @@ struct SampleRun<'a> {
     is_silent: bool,
     /// The request to the engine. The generated tokens are appended to its tokens.
     call: EngineCall,
+    /// The number of tokens that the request began with.
+    sent_tokens: usize,
     /// The number of tokens that the sample may still have.
     left: usize,
     /// The time at which the lease of the KV that the engine pulls ends; `None` if it pulls no KV.
@@ -405,7 +414,7 @@ impl SampleRun<'_> {
             tracing::warn!("the engine has generated more tokens than the request allows; the answer ends at the limit");
             tokens.truncate(self.left);
             finish = Some(Finish::Length);
-            usage.get_or_insert(EngineUsage { cached_tokens: None });
+            usage.get_or_insert_default();
         }
         self.left -= tokens.len();
         task.check(tokens.iter().flat_map(|(token, logprobs)| iter::once(*token).chain(alternatives(logprobs))))?;
@@ -441,6 +450,7 @@ impl SampleRun<'_> {
             (Some(Finish::Aborted), _) if self.is_aborted => None,
             _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
         };
+        usage.check(&self.call, self.sent_tokens);
         if self.counted.is_none() {
             // For a request that is aborted before its first token, vLLM always reports 0 cached tokens, even if it had found some.
             self.count(usage.cached_tokens.filter(|_| self.has_begun || !self.is_aborted)).await?;

@@ -27,7 +27,7 @@ use assumed::Assumed;
 use blocks::MirrorBlocks;
 use groups::{LayerGroups, Need};
 use std::collections::{BTreeSet, HashMap};
-use tandem_kv::{ByTier, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, Tier, TokenId, child_hashes, sequence_hashes};
+use tandem_kv::{ByTier, HashKey, ImageStart, KvEvent, Namespace, SequenceHash, Snapshot, Tier, TokenId, child_hashes};
 
 /// The settings of a [`Mirror`].
 #[derive(Clone, Copy, Debug)]
@@ -68,7 +68,7 @@ pub struct Unroutable {
     pub namespace: u64,
     /// The number of blocks after a block that is not routable or that the mirror does not know.
     pub parent: u64,
-    /// The number of blocks whose KV depends on more than tokens and cache salt, such as a LoRA or an image.
+    /// The number of blocks whose KV depends on more than tokens, cache salt and images of Tandem's clients.
     pub extra_keys: u64,
     /// The number of blocks of layers whose kind of attention has no known rule for reuse.
     pub group: u64,
@@ -168,9 +168,9 @@ impl Mirror {
 
     /// Assumes that an engine without KV events has cached a sequence of tokens that it computed. At most `device_blocks` blocks are assumed to be
     /// cached. The least recently used ones are dropped first, children before their parents.
-    pub fn assume_stored(&mut self, namespace: &Namespace, tokens: &[TokenId]) {
+    pub fn assume_stored(&mut self, namespace: &Namespace, tokens: &[TokenId], images: &[ImageStart]) {
         let whole = tokens.len() - tokens.len() % self.settings.engine_block_size as usize;
-        let hashes = self.sequence_hashes(namespace, &tokens[..whole]);
+        let hashes = self.sequence_hashes(namespace, &tokens[..whole], images);
         self.assumed.store(&hashes, &mut self.blocks);
     }
 
@@ -210,8 +210,8 @@ impl Mirror {
 
     /// Returns how many leading blocks of a prompt the engine has cached and can reuse, by tier: first those on the device, then those that follow
     /// in each slower tier.
-    pub fn cached_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> ByTier<u32> {
-        let hashes = self.sequence_hashes(namespace, tokens);
+    pub fn cached_prefix(&self, namespace: &Namespace, tokens: &[TokenId], images: &[ImageStart]) -> ByTier<u32> {
+        let hashes = self.sequence_hashes(namespace, tokens, images);
         let held = self.blocks.prefix(&hashes);
         let mut reusable = self.groups.reusable(&hashes[..held.iter().sum::<u32>() as usize]) as u32;
         held.map(|blocks| {
@@ -231,8 +231,9 @@ impl Mirror {
         &self.ignored_kinds
     }
 
-    fn sequence_hashes(&self, namespace: &Namespace, tokens: &[TokenId]) -> Vec<SequenceHash> {
-        sequence_hashes(&self.settings.hash_key, namespace, self.settings.block_size as usize, tokens)
+    fn sequence_hashes(&self, namespace: &Namespace, tokens: &[TokenId], images: &[ImageStart]) -> Vec<SequenceHash> {
+        let MirrorSettings { hash_key, block_size, .. } = &self.settings;
+        child_hashes(hash_key, namespace.root(hash_key), *block_size as usize, tokens, images)
     }
 
     fn store(&mut self, stored: &BlocksStored) {
@@ -296,22 +297,19 @@ impl Mirror {
             return Err(&mut unroutable.block_size);
         }
         let keys = stored.extra_keys.get(index).unwrap_or(&ExtraKeys::None);
-        let (parent, first) = match (before, keys) {
+        let (parent, first, images) = match (before, keys.known()) {
             (Before::Unidentified, _) => return Err(&mut unroutable.parent),
-            (Before::Block(parent), ExtraKeys::None) => (Some(parent), parent),
-            (Before::Nothing, ExtraKeys::Text(salt)) => match salt::root_hash(salt) {
-                Some(root) => (None, root),
+            (_, None) | (Before::Block(_), Some((Some(_), _))) => return Err(&mut unroutable.extra_keys),
+            (Before::Block(parent), Some((None, images))) => (Some(parent), parent, images),
+            (Before::Nothing, Some((salt, images))) => match salt.and_then(salt::root_hash) {
+                Some(root) => (None, root, images),
                 None => return Err(&mut unroutable.namespace),
             },
-            (Before::Nothing, ExtraKeys::None) => return Err(&mut unroutable.namespace),
-            (Before::Nothing, ExtraKeys::Other) | (Before::Block(_), ExtraKeys::Text(_) | ExtraKeys::Other) => {
-                return Err(&mut unroutable.extra_keys);
-            }
         };
         if self.engine_blocks.len() >= engine_blocks_max {
             return Err(&mut unroutable.excess);
         }
-        let hashes = child_hashes(&hash_key, first, block_size as usize, &stored.tokens[index * size..][..size]);
+        let hashes = child_hashes(&hash_key, first, block_size as usize, &stored.tokens[index * size..][..size], images);
         Ok(EngineBlock { parent, hashes: hashes.into(), copies: [0; 4] })
     }
 

@@ -154,7 +154,8 @@ impl Connected {
         let ConnectedEngine { shared, exchange, instance, silence_max, events } = engine;
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
-        let adapter = Adapter { shared: Arc::clone(&shared), api, exchange, loras: loras.into(), hung: is_hung };
+        let adapter =
+            Adapter { shared: Arc::clone(&shared), api, exchange, loras: loras.into(), accepts_images: false, hung: is_hung };
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,

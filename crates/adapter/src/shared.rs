@@ -7,7 +7,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 use tandem_engine::{CachedTokens, EngineInfo};
-use tandem_kv::{ByTier, KvBatch, Load, Namespace, Snapshot, TokenId};
+use tandem_kv::{ByTier, ImageStart, KvBatch, Load, Namespace, Snapshot, TokenId};
 use tandem_worker::CacheWatch;
 use tokio::sync::broadcast;
 
@@ -89,24 +89,24 @@ impl AdapterState {
 
     /// Returns the number of the prompt's leading blocks that each tier holds now.
     pub fn tiers(&self, call: &EngineCall) -> Tiers {
-        self.tiers_of(&call.namespace, &call.tokens)
+        self.tiers_of(&call.namespace, &call.tokens, &call.image_starts())
     }
 
-    fn tiers_of(&self, namespace: &Namespace, tokens: &[TokenId]) -> Tiers {
-        let prefix = self.mirror.lock().cached_prefix(namespace, tokens);
+    fn tiers_of(&self, namespace: &Namespace, tokens: &[TokenId], images: &[ImageStart]) -> Tiers {
+        let prefix = self.mirror.lock().cached_prefix(namespace, tokens, images);
         Tiers { prefix, block_size: self.info.block_size, prompt_tokens: tokens.len() as u32 }
     }
 
     /// Returns how many leading tokens of the prompt are cached. The prompt's last token is never counted, because the engine always computes it.
-    pub fn known_tokens(&self, namespace: &Namespace, tokens: &[TokenId]) -> usize {
-        self.tiers_of(namespace, tokens).known().min(tokens.len().saturating_sub(1))
+    pub fn known_tokens(&self, namespace: &Namespace, tokens: &[TokenId], images: &[ImageStart]) -> usize {
+        self.tiers_of(namespace, tokens, images).known().min(tokens.len().saturating_sub(1))
     }
 
     /// Records that the engine has computed the call's tokens: a prompt, or a prompt and its answer. An approximate mirror then assumes that their
     /// blocks are cached.
     pub fn computed(&self, call: &EngineCall) {
         if self.approximate {
-            self.mirror.lock().assume_stored(&call.namespace, &call.tokens);
+            self.mirror.lock().assume_stored(&call.namespace, &call.tokens, &call.image_starts());
             self.engine_load.changed.notify_one();
         }
     }

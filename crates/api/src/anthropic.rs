@@ -5,6 +5,7 @@ use super::{
     anthropic_fields::{Block, Blocks, Choice, OutputConfig, Thinking, Turn},
     chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Stop},
+    images::{self, ImageParts},
     names::ParamNames,
     parameters::{ChatRequest, MessagesRequest},
     tools::{Definition, RawChoice, RawTools, TOOLS_MAX},
@@ -45,7 +46,8 @@ impl MessagesRequest {
         at_most("tools", tools.len(), TOOLS_MAX, "tools")?;
         let (mut tools, mut left_out) = chat_tools(tools);
         let mut deferred = DeferredTools::of(&tools);
-        let messages = messages(self.system.take(), self.messages.take(), &mut deferred)?;
+        let mut images = ImageParts::of(model);
+        let messages = messages(self.system.take(), self.messages.take(), &mut deferred, &mut images)?;
         let all_deferred = !tools.is_empty() && tools.iter().all(|tool| tool.deferred);
         deferred.remove_unknown(&mut tools);
         let continued = messages.last().is_some_and(|last| last.role == Role::Assistant);
@@ -69,7 +71,7 @@ impl MessagesRequest {
         chat.continue_final_message = continued.then_some(true);
         chat.chat_template_kwargs = Some(kwargs);
         (chat.include_reasoning, chat.reasoning_effort) = (Some(include_reasoning), effort);
-        let mut chat = chat.check_with(messages, tools, NAMES, model)?;
+        let mut chat = chat.check_with(messages, images, tools, NAMES, model)?;
         chat.options.check_one_text()?;
         chat.conversation.template.explains_calls = explains_calls;
         Ok(Chat { left_out, ..chat })
@@ -145,6 +147,7 @@ fn messages(
     system: Option<Blocks>,
     turns: Option<Bounded<Turn, MESSAGES_MAX>>,
     deferred: &mut DeferredTools,
+    images: &mut ImageParts,
 ) -> Result<Vec<Message>, RequestError> {
     let Bounded(turns) = turns.ok_or_else(|| RequestError::invalid("messages", Problem::Missing))?;
     if turns.is_empty() {
@@ -156,7 +159,7 @@ fn messages(
         messages.push(Message::new(Role::System, text));
     }
     for (index, turn) in turns.into_iter().enumerate() {
-        turn.add_to(&mut messages, &format!("messages[{index}]"), deferred)?;
+        turn.add_to(&mut messages, &format!("messages[{index}]"), deferred, images)?;
     }
     Ok(messages)
 }
@@ -184,7 +187,13 @@ fn without_billing(text: &str) -> &str {
 }
 
 impl Turn {
-    fn add_to(self, messages: &mut Vec<Message>, at: &str, deferred: &mut DeferredTools) -> Result<(), RequestError> {
+    fn add_to(
+        self,
+        messages: &mut Vec<Message>,
+        at: &str,
+        deferred: &mut DeferredTools,
+        images: &mut ImageParts,
+    ) -> Result<(), RequestError> {
         let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
         let role = match self.role.as_deref() {
             None => return Err(missing("role")),
@@ -204,11 +213,13 @@ impl Turn {
             Blocks::List(blocks) => blocks,
         };
         let first = messages.len();
-        let mut message = Message { content: None, ..Message::new(role, "") };
+        let (mut message, mut texts) = (Message { content: None, ..Message::new(role, "") }, Vec::new());
+        let mut before = images.len();
         for (index, block) in blocks.into_iter().enumerate() {
             let at = format!("{at}.content[{index}]");
             match (block.kind.as_deref(), role) {
-                (Some("text"), _) => message.add_text(&block.text(&at)?),
+                (Some("text"), _) => texts.push(block.text(&at)?),
+                (Some("image"), Role::User) if images.are_read() => texts.push(images.add_source(&at, block.source)?),
                 (Some("thinking"), Role::Assistant) => message.add_reasoning(&block.thinking.unwrap_or_default()),
                 // Encrypted reasoning, calls and results of hosted tools: only the server that wrote them can use them.
                 (Some("redacted_thinking" | "server_tool_use"), Role::Assistant) => {}
@@ -216,14 +227,16 @@ impl Turn {
                 (Some("tool_use"), Role::Assistant) => message.tool_calls.push(block.call(&at)?),
                 // A tool's result becomes a message of its own.
                 (Some("tool_result"), Role::User) => {
-                    if message.content.is_some() {
-                        messages.push(std::mem::replace(&mut message, Message { content: None, ..Message::new(role, "") }));
+                    if !texts.is_empty() {
+                        messages.push(Message::new(role, images::joined(&std::mem::take(&mut texts), images.len() - before)));
+                        before = images.len();
                     }
                     messages.push(block.result(&at, deferred)?);
                 }
                 _ => return Err(block.refused(&at)),
             }
         }
+        message.content = (!texts.is_empty()).then(|| images::joined(&texts, images.len() - before));
         if message.content.is_some() || message.reasoning.is_some() || !message.tool_calls.is_empty() || messages.len() == first {
             if message.tool_calls.is_empty() {
                 message.content.get_or_insert_default();

@@ -2,6 +2,7 @@
 
 use super::{
     fields::{Reader, readable},
+    images::ImageSource,
     messages::Content,
 };
 use serde::{
@@ -37,6 +38,8 @@ pub(crate) struct Block {
     #[serde(default)]
     pub(crate) content: Content,
     pub(crate) is_error: Option<bool>,
+    /// The source of an image.
+    pub(crate) source: Option<ImageSource>,
 }
 
 #[derive(Deserialize)]

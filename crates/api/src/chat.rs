@@ -3,6 +3,7 @@
 use super::{
     calls,
     fields::{Bounded, Whole},
+    images::ImageParts,
     limits::{RESERVED, VARIABLES_MAX},
     messages,
     names::ParamNames,
@@ -39,6 +40,8 @@ pub struct Chat {
     pub left_out: Vec<String>,
     /// The names of the request's fields, for errors.
     pub names: &'static ParamNames,
+    /// The images of the conversation.
+    pub images: ImageParts,
 }
 
 /// A conversation's tokens, and the format of the answer to it.
@@ -55,13 +58,14 @@ impl ChatRequest {
     /// # Errors
     /// A parameter is missing, out of range or not supported.
     pub fn check(mut self, model: &ServedModel) -> Result<Chat, RequestError> {
-        let messages = messages::check(self.messages.take())?;
+        let mut images = ImageParts::of(model);
+        let messages = messages::check(self.messages.take(), &mut images)?;
         let tools = RawTools {
             tools: definitions(self.tools.take())?,
             choice: self.tool_choice.take(),
             parallel: self.parallel_tool_calls,
         };
-        self.check_with(messages, tools, &ParamNames::CHAT, model)
+        self.check_with(messages, images, tools, &ParamNames::CHAT, model)
     }
 
     /// Checks a request that has these messages and tools in place of its own.
@@ -71,6 +75,7 @@ impl ChatRequest {
     pub(crate) fn check_with(
         mut self,
         messages: Vec<Message>,
+        images: ImageParts,
         tools: RawTools,
         names: &'static ParamNames,
         model: &ServedModel,
@@ -91,7 +96,7 @@ impl ChatRequest {
         options.sampling.max_tokens = max_tokens;
         let include_reasoning = self.include_reasoning.unwrap_or(true);
         let conversation = Conversation { messages, tools, template };
-        Ok(Chat { options, max_tokens, limit_param, conversation, include_reasoning, left_out: Vec::new(), names })
+        Ok(Chat { options, max_tokens, limit_param, conversation, include_reasoning, left_out: Vec::new(), names, images })
     }
 
     fn template_options(&mut self, names: &ParamNames, model: &ServedModel) -> Result<TemplateOptions, RequestError> {
@@ -239,7 +244,7 @@ impl Chat {
         Ok(Encoded { tokens, format })
     }
 
-    fn output_format(&self, model: &ServedModel, prompt: &str) -> OutputFormat {
+    pub(crate) fn output_format(&self, model: &ServedModel, prompt: &str) -> OutputFormat {
         let parser = model.reasoning_parser;
         let continued = self.conversation.messages.last().filter(|_| self.conversation.template.continue_final_message);
         let is_left_open = continued.and_then(|message| message.content.as_deref()).is_some_and(|text| parser.is_left_open(text));

@@ -48,6 +48,8 @@ pub enum RequestError {
          tokens. Please reduce the length of the {prompt}."
     )]
     PromptLength { context_length: u32, tokens_min: usize, prompt: &'static str, param: &'static str },
+    #[error("The server that reads the images refuses these messages: {message}.")]
+    Renderer { message: String },
     #[error("Too many requests are running; try again shortly.")]
     Busy,
     #[error("The server failed to process the request; its log says why.")]
@@ -114,7 +116,7 @@ impl RequestError {
             | Self::Template { param, .. }
             | Self::TemplateExhausted { param } => Some(param),
             Self::Json(_) | Self::Utf8 { .. } | Self::NoObject | Self::Nesting { .. } | Self::Elements { .. } => None,
-            Self::Busy | Self::Failed => None,
+            Self::Renderer { .. } | Self::Busy | Self::Failed => None,
         }
     }
 
@@ -131,6 +133,7 @@ impl RequestError {
             Self::Template { .. } => "invalid_value",
             Self::TemplateExhausted { .. } => "too_many",
             Self::ContextLength { .. } | Self::PromptLength { .. } => "context_length_exceeded",
+            Self::Renderer { .. } => "image_refused",
             Self::Busy => "overloaded",
             Self::Failed => "internal_error",
         }

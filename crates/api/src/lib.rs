@@ -17,6 +17,7 @@ mod error;
 mod fields;
 mod generate;
 mod ignored;
+pub mod images;
 mod limits;
 mod messages;
 mod names;

@@ -3,7 +3,8 @@
 use super::{
     agents::DeferredTools,
     fields::{Bounded, MESSAGES_MAX, Reader, readable},
-    schema::{ObjectSchema, OneOf, described},
+    images::{self, ImageParts, ImageUrl},
+    schema::{ObjectSchema, OneOf, SERVED, described},
     unsupported::{self, Setting},
 };
 use crate::error::{Problem, RequestError, at_most};
@@ -80,6 +81,12 @@ pub(crate) struct Part {
     content: Value,
     #[serde(default)]
     source: Value,
+    /// The image of a part of type `image_url` or `input_image`.
+    image_url: Option<ImageUrl>,
+    #[serde(default)]
+    uuid: Setting,
+    #[serde(default)]
+    file_id: Setting,
 }
 
 readable! {
@@ -118,9 +125,12 @@ impl JsonSchema for RawMessage {
         schema.optional::<Vec<RawCall>>(generator, "tool_calls", &[]);
         schema.unsupported(generator, "function_call", &[]);
         // Only messages of the assistant have tool calls and refusals.
-        let texts = json!({ "items": { "properties": { "type": { "const": "text" } } } });
+        let texts = json!({ "items": { "properties": { "type": { "enum": ["text", "image_url"] } } } });
         let others = json!({ "properties": { "tool_calls": { "type": ["array", "null"], "maxItems": 0 }, "content": texts } });
         schema.either(others, json!({ "properties": { "role": { "const": "assistant" } } }));
+        let without_images = json!({ "items": { "properties": { "type": { "enum": ["text", "refusal"] } } } });
+        let texts = json!({ "properties": { "content": without_images } });
+        schema.either(texts, json!({ "properties": { "role": { "const": "user" } } }));
         schema.finish()
     }
 }
@@ -132,7 +142,11 @@ described! {
             let properties = json!({ "type": { "const": kind }, kind: string, other: { "type": ["string", "null"] } });
             json!({ "type": "object", "properties": properties, "required": ["type", kind] })
         };
-        let parts = json!({ "anyOf": [part("text", "refusal"), part("refusal", "text")] });
+        let url = json!({ "type": "string", "pattern": "^data:image/(png|jpeg|webp|gif);base64," });
+        let object = json!({ "type": "object", "properties": { "url": url }, "required": ["url"] });
+        let image = json!({ "type": { "const": "image_url" }, "image_url": { "anyOf": [url, object] } });
+        let image = json!({ "type": "object", "properties": image, "required": ["type", "image_url"], SERVED: "image" });
+        let parts = json!({ "anyOf": [part("text", "refusal"), part("refusal", "text"), image] });
         json_schema!({ "anyOf": [{ "type": ["string", "null"] }, { "type": "array", "items": parts }] })
     }
 }
@@ -149,17 +163,20 @@ described! {
 ///
 /// # Errors
 /// There is no message, or one of them is incomplete or has parts that are not text.
-pub(crate) fn check(messages: Option<Bounded<RawMessage, MESSAGES_MAX>>) -> Result<Vec<Message>, RequestError> {
+pub(crate) fn check(
+    messages: Option<Bounded<RawMessage, MESSAGES_MAX>>,
+    images: &mut ImageParts,
+) -> Result<Vec<Message>, RequestError> {
     let Bounded(messages) = messages.ok_or_else(|| RequestError::invalid("messages", Problem::Missing))?;
     if messages.is_empty() {
         return Err(RequestError::invalid("messages", Problem::Empty));
     }
     at_most("messages", messages.len(), MESSAGES_MAX, "messages")?;
-    messages.into_iter().enumerate().map(|(index, message)| message.check(&format!("messages[{index}]"))).collect()
+    messages.into_iter().enumerate().map(|(index, message)| message.check(&format!("messages[{index}]"), images)).collect()
 }
 
 impl RawMessage {
-    fn check(self, at: &str) -> Result<Message, RequestError> {
+    fn check(self, at: &str, images: &mut ImageParts) -> Result<Message, RequestError> {
         let param = |field: &str| format!("{at}.{field}");
         let role = match self.role.as_deref() {
             None => return Err(RequestError::invalid(param("role"), Problem::Missing)),
@@ -184,7 +201,7 @@ impl RawMessage {
         let calls = calls.into_iter().enumerate().map(|(index, call)| call.check(&format!("{at}.tool_calls[{index}]")));
         let tool_calls = calls.collect::<Result<Vec<_>, _>>()?;
         let kinds: &[&str] = if role == Role::Assistant { &["text", REFUSAL] } else { &["text"] };
-        let content = match self.content.text(&param("content"), kinds)? {
+        let content = match self.content.text(&param("content"), kinds, (role == Role::User).then_some(images))? {
             Some(content) => Some(content),
             None if !tool_calls.is_empty() => None,
             // OpenAI's answers have a refusal in place of a text.
@@ -212,28 +229,42 @@ impl RawCall {
 }
 
 impl Content {
-    /// Returns the text. Like vLLM, joins the texts of several parts by line feeds. `kinds` are the types of parts that are accepted.
+    /// Returns the text, with marks for the images, which are added to `images`. `kinds` are the types of parts that are accepted. Images are
+    /// accepted if `images` is set and the model reads images.
     ///
     /// # Errors
     /// A part is incomplete, or its type is not accepted.
-    pub(crate) fn text(self, at: &str, kinds: &[&str]) -> Result<Option<String>, RequestError> {
+    pub(crate) fn text(
+        self,
+        at: &str,
+        kinds: &[&str],
+        mut images: Option<&mut ImageParts>,
+    ) -> Result<Option<String>, RequestError> {
         let parts = match self {
             Self::None => return Ok(None),
             Self::Text(text) => return Ok(Some(text)),
             Self::Parts(parts) => parts,
         };
+        let before = images.as_deref().map_or(0, ImageParts::len);
         let part = |(index, part): (usize, Part)| {
             let at = format!("{at}[{index}]");
             let missing = |field: &str| RequestError::invalid(format!("{at}.{field}"), Problem::Missing);
-            match part.kind.as_deref() {
-                Some(kind) if !kinds.contains(&kind) => Err(RequestError::invalid(&*at, Problem::Part { kind: kind.to_owned() })),
-                Some(REFUSAL) => part.refusal.ok_or_else(|| missing(REFUSAL)),
-                Some(_) => part.text.ok_or_else(|| missing("text")),
-                None => Err(missing("type")),
+            match (part.kind.as_deref(), images.as_deref_mut().filter(|images| images.are_read())) {
+                (Some(kind), Some(images)) if images::KINDS.contains(&kind) => {
+                    unsupported::check(&format!("{at}.uuid"), &part.uuid, &[])?;
+                    unsupported::check(&format!("{at}.file_id"), &part.file_id, &[])?;
+                    images.add_url(&at, part.image_url)
+                }
+                (Some(kind), _) if !kinds.contains(&kind) => {
+                    Err(RequestError::invalid(&*at, Problem::Part { kind: kind.to_owned() }))
+                }
+                (Some(REFUSAL), _) => part.refusal.ok_or_else(|| missing(REFUSAL)),
+                (Some(_), _) => part.text.ok_or_else(|| missing("text")),
+                (None, _) => Err(missing("type")),
             }
         };
         let texts = parts.into_iter().enumerate().map(part).collect::<Result<Vec<_>, _>>()?;
-        Ok(Some(texts.join("\n")))
+        Ok(Some(images::joined(&texts, images.map_or(0, |images| images.len()) - before)))
     }
 }
 
@@ -279,7 +310,7 @@ mod tests {
 
     fn read(message: Value) -> Result<Message, String> {
         let raw: RawMessage = serde_json::from_value(message).map_err(|error| error.to_string())?;
-        raw.check("messages[0]").map_err(|error| error.to_string())
+        raw.check("messages[0]", &mut ImageParts::default()).map_err(|error| error.to_string())
     }
 
     #[test]

@@ -4,6 +4,7 @@ use super::{
     agents::{Converted, DeferredTools, INPUT, Origin, visible},
     chat::{Chat, effort_with_effect},
     fields::{Bounded, MESSAGES_MAX, Whole},
+    images::ImageParts,
     messages::Content,
     names::ParamNames,
     parameters::{ChatRequest, ResponsesRequest},
@@ -58,7 +59,8 @@ impl ResponsesRequest {
     /// A parameter is missing, out of range or not supported.
     pub fn check(mut self, model: &ServedModel) -> Result<Responses, RequestError> {
         let mut left_out = Vec::new();
-        let messages = messages(self.instructions.as_deref(), self.input.take(), &mut left_out)?;
+        let mut images = ImageParts::of(model);
+        let messages = messages(self.instructions.as_deref(), self.input.take(), &mut left_out, &mut images)?;
         self.check_fixed()?;
         let wants_logprobs = self.wants_logprobs()?;
         let repeated = self.repeated()?;
@@ -79,7 +81,7 @@ impl ResponsesRequest {
         chat.max_completion_tokens = self.max_output_tokens;
         (chat.logprobs, chat.top_logprobs) = (Some(wants_logprobs), self.top_logprobs.filter(|_| wants_logprobs));
         chat.reasoning_effort = effort;
-        let chat = chat.check_with(messages, tools, NAMES, model)?;
+        let chat = chat.check_with(messages, images, tools, NAMES, model)?;
         chat.options.check_one_text()?;
         let tools = &chat.conversation.tools;
         let constraint = chat.options.constraint.as_ref().map(|stated| &stated.constraint.kind);
@@ -209,6 +211,7 @@ fn messages(
     instructions: Option<&str>,
     input: Option<ResponsesInput>,
     left_out: &mut Vec<String>,
+    images: &mut ImageParts,
 ) -> Result<Vec<Message>, RequestError> {
     let mut messages: Vec<Message> = instructions.map(|text| Message::new(Role::System, text)).into_iter().collect();
     match input.ok_or_else(|| RequestError::invalid("input", Problem::Missing))? {
@@ -225,7 +228,7 @@ fn messages(
                     }
                     continue;
                 }
-                item.add_to(&mut messages, &format!("input[{index}]"))?;
+                item.add_to(&mut messages, &format!("input[{index}]"), images)?;
             }
             if messages.len() == before {
                 return Err(RequestError::invalid("input", Problem::Empty));
@@ -287,7 +290,7 @@ impl Item {
     }
 
     /// Adds the item to the messages. Consecutive items of the assistant are one message: its reasoning, its text and its calls.
-    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), RequestError> {
+    fn add_to(self, messages: &mut Vec<Message>, at: &str, images: &mut ImageParts) -> Result<(), RequestError> {
         let param = |field: &str| format!("{at}.{field}");
         let missing = |field: &str| RequestError::invalid(param(field), Problem::Missing);
         match self.kind.as_deref() {
@@ -297,7 +300,8 @@ impl Item {
                     Role::Assistant => &["output_text", "input_text", "text", "refusal"],
                     _ => &["input_text", "output_text", "text"],
                 };
-                let text = self.content.text(&param("content"), kinds)?.ok_or_else(|| missing("content"))?;
+                let images = (role == Role::User).then_some(images);
+                let text = self.content.text(&param("content"), kinds, images)?.ok_or_else(|| missing("content"))?;
                 if role == Role::Assistant {
                     let message = assistant(messages, |message| message.content.is_none() && message.tool_calls.is_empty());
                     message.content = Some(text);
@@ -306,9 +310,9 @@ impl Item {
                 }
             }
             Some("reasoning") => {
-                let text = match self.content.text(&param("content"), &["reasoning_text"])? {
+                let text = match self.content.text(&param("content"), &["reasoning_text"], None)? {
                     Some(text) => Some(text),
-                    None => self.summary.text(&param("summary"), &["summary_text"])?,
+                    None => self.summary.text(&param("summary"), &["summary_text"], None)?,
                 };
                 // Skips encrypted reasoning, which only the server that wrote it can read.
                 if let Some(text) = text.filter(|text| !text.is_empty()) {

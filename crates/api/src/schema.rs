@@ -185,6 +185,8 @@ pub struct OfModels {
     pub context_length: u32,
     /// The reasoning efforts that are valid for all models.
     pub efforts: &'static [&'static str],
+    /// Whether a model reads images.
+    pub images: bool,
 }
 
 impl Transform for OfModels {
@@ -195,6 +197,7 @@ impl Transform for OfModels {
                 insert(schema, "maximum", self.vocab_size - 1);
             }
             Some("token names") => insert(schema, "propertyNames", json!({ "pattern": below(self.vocab_size) })),
+            Some("image") if !self.images => *schema = false.into(),
             Some("context") => insert(schema, "maximum", self.context_length),
             Some("effort") => {
                 let efforts = self.efforts.iter().map(|effort| json!(effort)).chain([Value::Null]);

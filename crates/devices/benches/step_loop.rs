@@ -71,6 +71,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
             kv: KvSource::Local,
             prompt_logprobs: None,
             generated: Vec::new(),
+            images: [].into(),
         };
         let engine = engine.clone();
         listeners.spawn(async move {

@@ -24,7 +24,7 @@ pub use chunk::ChunkError;
 pub use clock::SimClock;
 pub use event::{CachedTokens, Event, FinishReason, KvHandle, PrefillChunk, Started};
 pub use handle::{EngineHandle, EngineSettings, Job};
-pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
+pub use request::{Generate, Generated, KvSource, Prefill, PromptImage, Refusal};
 pub use sampling::{Adjustment, BadWord, NO_TOKEN, SampleRequest, SampledToken, Sampler, Sampling, TokenLogprob, TokenLogprobs};
 pub use ticket::{WriteRefused, new_room};
 

@@ -1,8 +1,9 @@
 //! The requests to an engine, and the reasons for which an engine may refuse them.
 
 use crate::{EngineInfo, Sampling};
-use std::borrow::Cow;
-use tandem_kv::{Namespace, Priority, TokenId};
+use bytes::Bytes;
+use std::{borrow::Cow, sync::Arc};
+use tandem_kv::{ImageStart, Namespace, Priority, TokenId};
 
 /// A request to compute the KV of a prompt's tokens except the last, and to keep it until the job is dropped.
 #[derive(Clone, Debug)]
@@ -47,6 +48,21 @@ pub struct Generate {
     pub prompt_logprobs: Option<u32>,
     /// The samples that resume where another worker stopped; no other samples run. If the list is empty, all samples start from the prompt.
     pub generated: Vec<Generated>,
+    /// The images of the prompt, in order. Only external engines read images.
+    pub images: Arc<[PromptImage]>,
+}
+
+/// An image of a prompt, which has a placeholder token for each vector that the engine computes from the image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PromptImage {
+    /// The position of the first placeholder in the prompt, and the identity of the image.
+    pub start: ImageStart,
+    /// The number of placeholders; at least 1.
+    pub len: usize,
+    /// The media type of `data`, such as `image/png`.
+    pub media_type: String,
+    /// The bytes of the file.
+    pub data: Bytes,
 }
 
 /// The tokens that a resumed sample has already generated.

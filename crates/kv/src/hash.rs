@@ -86,6 +86,40 @@ impl Namespace {
     }
 }
 
+/// The identity of an image's bytes in one cache namespace. Its text is 64 hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ImageId(pub [u8; 32]);
+
+impl ImageId {
+    /// Returns the identity with this text; `None` if the text is not 64 lowercase hexadecimal digits.
+    pub fn from_text(text: &str) -> Option<Self> {
+        let is_digit = |digit: u8| matches!(digit, b'0'..=b'9' | b'a'..=b'f');
+        if text.len() != 64 || !text.bytes().all(is_digit) {
+            return None;
+        }
+        let mut id = [0; 32];
+        for (at, byte) in id.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&text[2 * at..][..2], 16).ok()?;
+        }
+        Some(Self(id))
+    }
+}
+
+impl fmt::Display for ImageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Where an image begins among the tokens that are hashed. All pictures of one size have the same tokens, so the identity is hashed, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageStart {
+    /// The position of the image's first token.
+    pub at: usize,
+    /// The image's identity.
+    pub id: ImageId,
+}
+
 fn split_part<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
     let (len, rest) = bytes.split_first_chunk()?;
     let (part, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
@@ -133,6 +167,18 @@ impl SequenceHash {
         }
         Self(hasher.finish())
     }
+
+    /// Returns the hash of the same block if an image begins at its token `at`. The later blocks of the image are the children of this one, so
+    /// they do not repeat it.
+    fn with_image(self, key: &HashKey, at: usize, ImageId(id): ImageId) -> Self {
+        let mut hasher = key.hasher();
+        hasher.write(&self.0.to_le_bytes());
+        hasher.write(&(at as u64).to_le_bytes());
+        hasher.write(&id);
+        // With this byte, the input has another length than that of any block of tokens.
+        hasher.write(&[1]);
+        Self(hasher.finish())
+    }
 }
 
 /// The number of tokens that are copied to the stack as bytes and hashed together: a block of the default size.
@@ -140,17 +186,29 @@ const HASHED_TOKENS: usize = 16;
 
 /// Returns the hashes of all full blocks of `tokens`, in order.
 pub fn sequence_hashes(key: &HashKey, namespace: &Namespace, block_size: usize, tokens: &[TokenId]) -> Vec<SequenceHash> {
-    child_hashes(key, namespace.root(key), block_size, tokens)
+    child_hashes(key, namespace.root(key), block_size, tokens, &[])
 }
 
 /// Returns the hashes of all full blocks of `tokens` that follow the block with hash `parent`, in order. The parent of a prompt's first
-/// block is [`Namespace::root`].
-pub fn child_hashes(key: &HashKey, parent: SequenceHash, block_size: usize, tokens: &[TokenId]) -> Vec<SequenceHash> {
-    let mut last = parent;
+/// block is [`Namespace::root`]. `images` are those that begin in these tokens, in order.
+pub fn child_hashes(
+    key: &HashKey,
+    parent: SequenceHash,
+    block_size: usize,
+    tokens: &[TokenId],
+    mut images: &[ImageStart],
+) -> Vec<SequenceHash> {
+    let (mut last, mut end) = (parent, 0);
     tokens
         .chunks_exact(block_size)
         .map(|block| {
             last = last.child(key, block);
+            let begin = end;
+            end += block_size;
+            while let Some((image, rest)) = images.split_first().filter(|(image, _)| image.at < end) {
+                last = last.with_image(key, image.at.saturating_sub(begin), image.id);
+                images = rest;
+            }
             last
         })
         .collect()
@@ -239,8 +297,38 @@ mod tests {
     fn hashes_computed_from_a_parent_equal_those_of_the_complete_prompt() {
         let namespace = Namespace::new("model", "", "", "");
         let whole = sequence_hashes(&KEY, &namespace, 4, &PROMPT);
-        assert_eq!(child_hashes(&KEY, namespace.root(&KEY), 4, &PROMPT), whole);
-        assert_eq!(child_hashes(&KEY, whole[0], 4, &PROMPT[4..]), whole[1..]);
+        assert_eq!(child_hashes(&KEY, namespace.root(&KEY), 4, &PROMPT, &[]), whole);
+        assert_eq!(child_hashes(&KEY, whole[0], 4, &PROMPT[4..], &[]), whole[1..]);
+    }
+
+    #[test]
+    fn image_changes_the_hashes_from_its_first_block_on() {
+        let root = Namespace::new("model", "", "", "").root(&KEY);
+        let image = |at, id| ImageStart { at, id: ImageId([id; 32]) };
+        let with = |images: &[ImageStart]| child_hashes(&KEY, root, 4, &PROMPT, images);
+        let (text, one) = (with(&[]), with(&[image(5, 1)]));
+        assert_eq!(text[0], one[0]);
+        assert!(text[1] != one[1] && text[2] != one[2]);
+        // A following image, or one after the last full block, changes nothing before it.
+        assert_eq!(with(&[image(5, 1), image(8, 2)])[..2], one[..2]);
+        assert_eq!(with(&[image(5, 1), image(12, 2)]), one);
+        // The hashes do not depend on the number of tokens that are hashed together.
+        assert_eq!(child_hashes(&KEY, one[0], 4, &PROMPT[4..], &[image(1, 1)]), one[1..]);
+        let lists = [vec![image(4, 1)], vec![image(5, 2)], vec![image(5, 1), image(5, 1)], vec![image(5, 1), image(6, 2)]];
+        let lasts: BTreeSet<_> = lists.iter().map(|images| with(images)[2]).chain([text[2], one[2]]).collect();
+        assert_eq!(lasts.len(), lists.len() + 2);
+    }
+
+    #[test]
+    fn text_of_an_image_identity_is_read_again_and_others_are_refused() {
+        let id = ImageId(std::array::from_fn(|byte| byte as u8 * 7));
+        let text = id.to_string();
+        assert_eq!((text.len(), ImageId::from_text(&text)), (64, Some(id)));
+        for other in
+            ["", "A", &text[1..], &text.to_uppercase(), &format!("{text}0"), &"ä".repeat(32), &format!("+{}", &text[1..])]
+        {
+            assert_eq!(ImageId::from_text(other), None, "{other}");
+        }
     }
 
     #[test]

@@ -16,7 +16,7 @@ mod tier;
 
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Violation, Wanted, ensure};
 pub use event::{Change, EventLog, KvEvent, Snapshot, StoredChain};
-pub use hash::{HashKey, Namespace, SequenceHash, child_hashes, prompt_digest, sequence_hashes};
+pub use hash::{HashKey, ImageId, ImageStart, Namespace, SequenceHash, child_hashes, prompt_digest, sequence_hashes};
 pub use id::{InstanceId, RequestId, WorkerId};
 pub use memory::{
     BlockAccess, BlockWrite, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, ReadyBlock,

@@ -6,7 +6,7 @@ use crate::{
 };
 use std::sync::{
     Arc,
-    atomic::{AtomicU32, Ordering},
+    atomic::{AtomicBool, AtomicU32, Ordering},
 };
 use tandem_kv::TokenId;
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile, sim};
@@ -25,6 +25,8 @@ pub struct ServedModel {
     pub context_length: u32,
     /// The longest sequence that a worker of the model can hold, in tokens; `u32::MAX` until it is known.
     held_max: Arc<AtomicU32>,
+    /// Whether a worker of the model accepts images; `false` until it is known. All clones of the model have it.
+    pub reads_images: Arc<AtomicBool>,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// The tokens that end an answer.
@@ -99,8 +101,20 @@ impl ServedModel {
             template.as_ref().map_or(ReasoningParser::None, |template| ReasoningParser::of_template(template.source()));
         let (revision, tokenizer, template) = (revision.to_owned(), tokenizer.into(), template.map(Arc::new));
         let (stop_tokens, bos) = (Vec::new(), None);
-        let held_max = Arc::new(AtomicU32::new(u32::MAX));
-        Self { id, revision, context_length, held_max, tokenizer, stop_tokens, template, bos, tool_call_parser, reasoning_parser }
+        let (held_max, reads_images) = (Arc::new(AtomicU32::new(u32::MAX)), Arc::default());
+        Self {
+            id,
+            revision,
+            context_length,
+            held_max,
+            reads_images,
+            tokenizer,
+            stop_tokens,
+            template,
+            bos,
+            tool_call_parser,
+            reasoning_parser,
+        }
     }
 
     /// Returns the same model with other parsers of its answers. `None`: the parser that follows from the chat template.
@@ -122,7 +136,8 @@ impl ServedModel {
 
     /// Returns a model that differs only in its id: a LoRA of this one.
     pub fn named(&self, id: impl Into<String>) -> Self {
-        Self { id: id.into(), held_max: Arc::new(AtomicU32::new(u32::MAX)), ..self.clone() }
+        let (held_max, reads_images) = (Arc::new(AtomicU32::new(u32::MAX)), Arc::default());
+        Self { id: id.into(), held_max, reads_images, ..self.clone() }
     }
 
     /// Returns the same model with its context limited to this many tokens.
@@ -139,6 +154,11 @@ impl ServedModel {
     /// Sets the longest sequence that a worker of the model can hold, in tokens. All clones of the model have it.
     pub fn set_held_max(&self, tokens: u32) {
         self.held_max.store(tokens, Ordering::Relaxed);
+    }
+
+    /// Returns whether a worker of the model accepts images.
+    pub fn reads_images(&self) -> bool {
+        self.reads_images.load(Ordering::Relaxed)
     }
 
     /// Returns the length in bytes beyond which a rendered conversation cannot fit into the context. The factor 4 is for guard characters

@@ -74,6 +74,11 @@ pub trait Backend: Send + Sync + 'static {
         ""
     }
 
+    /// Returns whether the back end reads the images of prompts. This never changes.
+    fn accepts_images(&self) -> bool {
+        false
+    }
+
     /// Returns the largest number of blocks that [`Self::watch`] reports as cached. This never changes.
     fn cached_blocks_max(&self) -> u32 {
         self.info().capacity_blocks

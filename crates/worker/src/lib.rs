@@ -126,6 +126,7 @@ impl Worker {
             loras: backend.loras().to_vec(),
             shared_store: backend.shared_store().to_owned(),
             needs_prefill_worker: backend.kv_exchange().computes_no_prompts(),
+            accepts_images: backend.accepts_images(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));

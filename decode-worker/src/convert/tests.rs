@@ -22,6 +22,39 @@ fn refused(change: impl FnOnce(&mut GenerateRequest)) -> Invalid {
     DecodeRequest::check(request, VOCAB_SIZE).expect_err("the request is invalid")
 }
 
+#[test]
+fn images_must_lie_in_order_at_equal_tokens_of_a_prompt_that_is_prefilled_here() {
+    let image = |offset, length| v1::Image {
+        id: vec![7; 32],
+        offset,
+        length,
+        media_type: "image/png".to_owned(),
+        data: b"data".as_slice().into(),
+    };
+    let with = |images: Vec<v1::Image>| GenerateRequest { prompt: vec![1, 9, 9, 9, 2, 9], images, ..request() };
+    let checked = DecodeRequest::check(with(vec![image(1, 3), image(5, 1)]), VOCAB_SIZE).expect("the images are valid");
+    let places: Vec<_> = checked.generate.images.iter().map(|image| (image.start.at, image.len)).collect();
+    assert_eq!(places, [(1, 3), (5, 1)]);
+    for images in [
+        vec![image(1, 0)],
+        vec![image(5, 2)],
+        vec![image(u32::MAX, u32::MAX)],
+        vec![image(3, 2)],
+        vec![image(5, 1), image(1, 3)],
+        vec![image(1, 3), image(3, 1)],
+        vec![v1::Image { id: vec![7; 31], ..image(1, 3) }],
+        vec![v1::Image { media_type: "text/html".to_owned(), ..image(1, 3) }],
+        vec![v1::Image { media_type: format!("image/{}", "x".repeat(100)), ..image(1, 3) }],
+        vec![image(1, 3); IMAGES_MAX + 1],
+    ] {
+        let refused = DecodeRequest::check(with(images.clone()), VOCAB_SIZE).expect_err("the images are invalid");
+        assert_eq!(refused, Invalid::Images, "{images:?}");
+    }
+    let prefill = WorkerRef { instance_id: "i".to_owned(), address: "a:1".to_owned(), ..Default::default() };
+    let elsewhere = GenerateRequest { prefill: Some(prefill), ..with(vec![image(1, 3)]) };
+    assert_eq!(DecodeRequest::check(elsewhere, VOCAB_SIZE).expect_err("it has a prefill worker"), Invalid::ImagesElsewhere);
+}
+
 fn refused_sampling(change: impl FnOnce(&mut v1::Sampling)) -> &'static str {
     match refused(|request| change(request.sampling.as_mut().expect("the request has sampling settings"))) {
         Invalid::OutOfRange { field, .. } => field,

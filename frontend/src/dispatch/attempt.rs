@@ -166,6 +166,7 @@ impl Work<'_> {
             priority: Some(prompt.priority.into()),
             prefill_start_timeout_ms: start_timeout.map(millis),
             wait_max_ms: self.wait_max.map(millis),
+            images: prompt.images.clone(),
         }
     }
 

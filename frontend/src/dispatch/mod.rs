@@ -17,7 +17,7 @@ pub(crate) use error::{DispatchError, seconds};
 pub(crate) use prompt::Prompt;
 pub(crate) use routers::{MemberList, Routers};
 
-use crate::metrics::FrontendMetrics;
+use crate::{metrics::FrontendMetrics, settings::FrontendSettings};
 use attempt::{Attempt, SHORT_WAIT, WAIT_TOLERANCE, Work};
 use booking::Booking;
 use futures::FutureExt;
@@ -44,13 +44,20 @@ pub(crate) struct Dispatcher {
     resumes_logged: LogLimit,
 }
 
-/// Limits of attempts and resumes. Each field means the same as the field of this name in [`FrontendSettings`](crate::FrontendSettings).
+/// Limits of attempts and resumes. Each field means the same as the field of this name in [`FrontendSettings`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptLimits {
     pub(crate) attempts: u32,
     pub(crate) attempt_timeout: Duration,
     pub(crate) first_token_timeout: Duration,
     pub(crate) resumes: u32,
+}
+
+impl AttemptLimits {
+    pub(crate) fn of(settings: &FrontendSettings) -> Self {
+        let &FrontendSettings { attempts, attempt_timeout, first_token_timeout, resumes, .. } = settings;
+        Self { attempts, attempt_timeout, first_token_timeout, resumes }
+    }
 }
 
 /// A running generation: its latest attempt and its booking. Dropping it ends the request on the workers, and ends the booking.
@@ -90,6 +97,7 @@ impl Dispatcher {
             prompt_logits: prompt.prompt_logprobs.is_some(),
             max_tokens: prompt.max_tokens,
             samples: prompt.samples,
+            has_images: !prompt.images.is_empty(),
         };
         self.routers.explain(request).await
     }

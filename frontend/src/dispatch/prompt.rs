@@ -4,8 +4,11 @@ use super::placement::Placement;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, Priority, RequestId, SequenceHash, TokenId};
 use tandem_process::trace::Span;
-use tandem_proto::v1::{EqualPrompt, ExistingPlacement, Identity, RoutePrompt, Sampling};
-use tokio::{sync::watch, time::Instant};
+use tandem_proto::v1::{EqualPrompt, ExistingPlacement, Identity, Image, RoutePrompt, Sampling};
+use tokio::{
+    sync::{OwnedSemaphorePermit, watch},
+    time::Instant,
+};
 
 pub(crate) struct Prompt {
     /// The prompt's id, which this frontend generates.
@@ -20,6 +23,10 @@ pub(crate) struct Prompt {
     /// The model, with all that routers and workers must agree on.
     pub(crate) identity: Arc<Identity>,
     pub(crate) tokens: Vec<TokenId>,
+    /// The images among the tokens, in order.
+    pub(crate) images: Vec<Image>,
+    /// The share of the budget for bodies that the images use.
+    pub(crate) _held: Vec<OwnedSemaphorePermit>,
     /// The sequence hashes of the prompt's full blocks that a worker may reuse.
     pub(crate) sequence_hashes: Vec<SequenceHash>,
     /// The number of leading blocks that a recent prompt in another cache namespace has as well.
@@ -96,6 +103,7 @@ impl Prompt {
             max_tokens: self.max_tokens,
             samples: self.samples,
             prompt_logits: self.prompt_logprobs.is_some(),
+            has_images: !self.images.is_empty(),
             identity: Some((*self.identity).clone()),
             existing,
             max_wait_ms: self.max_wait.map_or(0, |max_wait| u32::try_from(max_wait.as_millis()).unwrap_or(u32::MAX).max(1)),

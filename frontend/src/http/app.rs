@@ -14,6 +14,7 @@ use crate::{
     metrics::{FrontendMetrics, encodings},
     models::Models,
     recent::Recent,
+    render::Renderers,
     settings::{CacheIsolation, FrontendSettings},
 };
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
@@ -69,6 +70,7 @@ pub(crate) struct App {
     /// constraints.
     pub(super) checked: Mutex<LruCache<(Option<Client>, Constraint), ()>>,
     pub(super) encodings: Arc<EncodingCache>,
+    pub(super) renderers: Renderers,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
@@ -93,6 +95,7 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(
         settings: FrontendSettings,
+        renderers: Renderers,
         keys: Option<Arc<Keys>>,
         trust: Trust,
         routers: &BTreeSet<String>,
@@ -100,7 +103,7 @@ impl App {
         registry: &Metrics,
         shutdown: Shutdown,
     ) -> Self {
-        let metrics = Arc::new(FrontendMetrics::new(registry));
+        let (metrics, limits) = (Arc::new(FrontendMetrics::new(registry)), AttemptLimits::of(&settings));
         let identity = Identity {
             cluster: settings.cluster,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -109,13 +112,6 @@ impl App {
             ..Identity::default()
         };
         let models = Models::new(settings.models, &identity);
-        let hash_key = network.key().hash_key();
-        let limits = AttemptLimits {
-            attempts: settings.attempts,
-            attempt_timeout: settings.attempt_timeout,
-            first_token_timeout: settings.first_token_timeout,
-            resumes: settings.resumes,
-        };
         let identities = models.iter().map(|served| Arc::clone(&served.identity)).collect();
         let routers =
             Routers::new(routers, network.expecting(&[PeerRole::Router]), identities, settings.router_wait, Arc::clone(&metrics));
@@ -133,13 +129,14 @@ impl App {
             failures_logged: LogLimit::default(),
             metrics,
             block_size: settings.block_size,
-            hash_key,
+            hash_key: network.key().hash_key(),
             bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
             parsing: Cores::default(),
             encoding: Cores::default(),
             constraints: Cores::one_for_each_client(),
             checked: Mutex::new(LruCache::new(CHECKED_MAX)),
             encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, encodings(registry))),
+            renderers,
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
             max_wait: settings.max_wait,

@@ -47,7 +47,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
             return Err(ApiError::invalid("prompt", Problem::Empty));
         }
         check_context(&model, tokens.len(), max_tokens, &ParamNames::COMPLETION, "max_tokens")?;
-        let mut prompt = incoming.prompt(&served, index, tokens, &options, prompt_logprobs);
+        let mut prompt = incoming.prompt(&served, index, tokens.into(), &options, prompt_logprobs);
         prompt.join_equal(ready.iter_mut().map(|(earlier, _): &mut (Prompt, _)| earlier));
         ready.push((prompt, text));
     }

@@ -1,15 +1,22 @@
 //! Prepares a conversation of any API: limits its text, renders and encodes it, and checks that the answer fits into the context.
 
-use super::incoming::{Incoming, Job};
-use crate::{error::ApiError, models::Served};
+use super::incoming::{Incoming, Job, PromptTokens};
+use crate::{
+    error::ApiError,
+    models::Served,
+    render::{ImagePlace, Rendered, image_id},
+};
 use std::sync::Arc;
 use tandem_api::{
     Problem, RequestError,
     answer::Style,
     chat::{Chat, Encoded},
     check_context, check_texts,
+    images::CheckedImage,
 };
-use tandem_text::ServedModel;
+use tandem_kv::ImageId;
+use tandem_proto::v1::Image;
+use tandem_text::{ServedModel, chat::OutputFormat};
 
 /// Returns the job that answers the conversation.
 ///
@@ -20,9 +27,9 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
     check(&served.model, &chat)?;
     incoming.reserve(1, &chat.options)?;
     incoming.check_constraint(&chat.options).await?;
-    let (mut chat, Encoded { mut tokens, format }) = encode(incoming, &served.model, chat).await?;
+    let EncodedChat { mut chat, mut prompt, format } = encode(incoming, &served.model, chat).await?;
     incoming.body.clear();
-    if tokens.is_empty() {
+    if prompt.tokens.is_empty() {
         let rule = "must produce a prompt, but the chat template renders no text for these messages";
         return Err(ApiError::invalid(chat.names.prompt, Problem::Rule { rule }));
     }
@@ -35,10 +42,10 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
         (None, min_tokens) => (min_tokens, "min_tokens"),
     };
     if let Some(truncation) = chat.options.truncation {
-        truncation.apply(&mut tokens, served.model.usable_context().saturating_sub(new_tokens) as usize);
+        truncation.apply(&mut prompt.tokens, served.model.usable_context().saturating_sub(new_tokens) as usize);
     }
-    check_context(&served.model, tokens.len(), new_tokens, chat.names, limit_param)?;
-    let prompt = incoming.prompt(&served, 0, tokens, &chat.options, chat.options.prompt_logprobs);
+    check_context(&served.model, prompt.tokens.len(), new_tokens, chat.names, limit_param)?;
+    let prompt = incoming.prompt(&served, 0, prompt, &chat.options, chat.options.prompt_logprobs);
     Ok(Job { served, prompts: vec![(prompt, None)], options: chat.options, style, pieces: Some(Arc::new(format)) })
 }
 
@@ -49,7 +56,7 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
 pub(super) async fn count(incoming: &mut Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<usize, ApiError> {
     leave_out(incoming, &chat);
     check(model, &chat)?;
-    Ok(encode(incoming, model, chat).await?.1.tokens.len())
+    Ok(encode(incoming, model, chat).await?.prompt.tokens.len())
 }
 
 /// Records the parameters that the answer ignores. A response header names them.
@@ -65,8 +72,51 @@ fn check(model: &ServedModel, chat: &Chat) -> Result<(), RequestError> {
     check_texts(model, std::iter::once(chat.text_bytes()), chat.options.truncation, chat.names)
 }
 
-async fn encode(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<(Chat, Encoded), RequestError> {
+/// A conversation as tokens.
+pub(super) struct EncodedChat {
+    pub(super) chat: Chat,
+    pub(super) prompt: PromptTokens,
+    /// How the answer is split into reasoning, text and tool calls.
+    pub(super) format: OutputFormat,
+}
+
+/// Converts the conversation to tokens: this process does, or a renderer if there are images.
+///
+/// # Errors
+/// The model's template or the renderer refuses the conversation, no renderer answers, or an image is beyond the limits.
+pub(super) async fn encode(incoming: &mut Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<EncodedChat, ApiError> {
     let encoder = Arc::clone(model);
-    let encodings = incoming.encodings(model, &chat.options.cache_salt);
-    incoming.encode_conversation(move || chat.encode(&encoder, &encodings).map(|encoded| (chat, encoded))).await
+    if chat.images.is_empty() {
+        let encodings = incoming.encodings(model, &chat.options.cache_salt);
+        let encode = move || chat.encode(&encoder, &encodings).map(|encoded| (chat, encoded));
+        let (chat, Encoded { tokens, format }) = incoming.encode_conversation(encode).await?;
+        return Ok(EncodedChat { chat, prompt: tokens.into(), format });
+    }
+    let renderers = &incoming.app.renderers;
+    if !renderers.has(&model.id) {
+        let rule = "has images, but this server has no renderer for the model; its operator sets one with --renderer";
+        return Err(ApiError::invalid(chat.names.prompt, Problem::Rule { rule }));
+    }
+    let namespace = incoming.namespace(model, &chat.options.cache_salt);
+    let prepare = move || {
+        let images = chat.images.decode()?;
+        let ids: Vec<ImageId> = images.iter().map(|image| image_id(&namespace, &image.data)).collect();
+        let texts: Vec<String> = ids.iter().map(ImageId::to_string).collect();
+        let body = chat.rendering(&encoder, &texts)?;
+        Ok((chat, images.into_iter().zip(ids), texts, body))
+    };
+    let (chat, images, ids, body) = incoming.encode_conversation(prepare).await?;
+    let Rendered { tokens, places } = renderers.render(&model.id, model.context_length, body.into(), &ids).await?;
+    let image = |((CheckedImage { media_type, data }, ImageId(id)), ImagePlace { offset, length }): (_, ImagePlace)| Image {
+        id: id.to_vec(),
+        offset,
+        length,
+        media_type: media_type.to_owned(),
+        data: data.into(),
+    };
+    let images = images.zip(places).map(image).collect();
+    let Encoded { tokens, format } = chat.rendered(model, tokens);
+    // The images are kept until the answer ends, because another worker may have to continue it.
+    let held = std::mem::take(&mut incoming.body);
+    Ok(EncodedChat { chat, prompt: PromptTokens { tokens, images, held }, format })
 }

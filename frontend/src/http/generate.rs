@@ -33,6 +33,6 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     incoming.reserve(1, &options)?;
     incoming.check_constraint(&options).await?;
     incoming.body.clear();
-    let prompt = incoming.prompt(&served, 0, tokens, &options, options.prompt_logprobs);
+    let prompt = incoming.prompt(&served, 0, tokens.into(), &options, options.prompt_logprobs);
     Ok(Job { served, prompts: vec![(prompt, None)], options, style: Style::Generated(request_id), pieces: None })
 }

@@ -16,7 +16,8 @@ use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_api::{Ignored, Options, Problem, RequestError, answer::Style, elements_max};
-use tandem_kv::{Namespace, Priority, TokenId};
+use tandem_kv::{ImageId, ImageStart, Namespace, Priority, TokenId};
+use tandem_proto::v1::Image;
 use tandem_text::{NamespaceEncodings, ServedModel, chat::OutputFormat};
 use tokio::{
     sync::watch,
@@ -63,6 +64,25 @@ pub(super) struct Job {
     pub(super) pieces: Option<Arc<OutputFormat>>,
 }
 
+/// A prompt's tokens, and the images among them.
+#[derive(Default)]
+pub(super) struct PromptTokens {
+    pub(super) tokens: Vec<TokenId>,
+    pub(super) images: Vec<Image>,
+    /// The share of the budget for bodies that the images use.
+    pub(super) held: body::HeldBytes,
+}
+
+impl From<Vec<TokenId>> for PromptTokens {
+    fn from(tokens: Vec<TokenId>) -> Self {
+        Self { tokens, ..Self::default() }
+    }
+}
+
+fn start(image: &Image) -> Option<ImageStart> {
+    Some(ImageStart { at: image.offset as usize, id: ImageId(image.id.as_slice().try_into().ok()?) })
+}
+
 /// The work that a request's body demands.
 pub(super) enum Work {
     Run(Box<Job>),
@@ -105,7 +125,7 @@ impl Incoming {
         self.app.encodings.of(self.namespace(model, cache_salt))
     }
 
-    fn namespace(&self, model: &ServedModel, cache_salt: &str) -> Namespace {
+    pub(super) fn namespace(&self, model: &ServedModel, cache_salt: &str) -> Namespace {
         App::namespace(model, self.header_options.cache_owner.as_deref(), cache_salt)
     }
 
@@ -205,13 +225,17 @@ impl Incoming {
         &self,
         Served { model, identity }: &Served,
         index: usize,
-        tokens: Vec<TokenId>,
+        PromptTokens { tokens, images, held }: PromptTokens,
         options: &Options,
         prompt_logprobs: Option<u32>,
     ) -> Prompt {
-        let namespace = self.namespace(model, &options.cache_salt);
-        let other_namespace_blocks =
-            self.app.heads.record(&self.header_options.client, &model.id, &namespace, self.app.block_size, &tokens);
+        let (namespace, block_size) = (self.namespace(model, &options.cache_salt), self.app.block_size);
+        let starts: Vec<ImageStart> = images.iter().filter_map(start).collect();
+        // Heads compare tokens, which are the same for all images of one size.
+        let other_namespace_blocks = match images.is_empty() {
+            true => self.app.heads.record(&self.header_options.client, &model.id, &namespace, block_size, &tokens),
+            false => 0,
+        };
         let rest_of_context = model.usable_context().saturating_sub(tokens.len() as u32);
         let max_tokens = options.sampling.max_tokens.unwrap_or(rest_of_context);
         Prompt {
@@ -221,9 +245,11 @@ impl Incoming {
             span: self.admitted.span.clone(),
             account: self.header_options.account.clone(),
             identity: Arc::clone(identity),
-            sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),
+            sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, block_size, &tokens, &starts),
             other_namespace_blocks,
             tokens,
+            images,
+            _held: held,
             namespace,
             sampling: options.sampling.clone(),
             samples: options.samples,

@@ -47,6 +47,7 @@ impl Schemas {
                 .map(|served| efforts(served.model.template.as_deref()))
                 .min_by_key(|efforts| efforts.len())
                 .unwrap_or_default(),
+            images: models.iter().any(|served| served.model.reads_images()),
         };
         let settings = SchemaSettings::draft2020_12().with(|settings| {
             settings.definitions_path = DEFINITIONS.into();

@@ -105,7 +105,7 @@ impl App {
             let views: Vec<_> = self.dispatcher.routers.views().map(|(_, view)| view).collect().await;
             for served in self.models.iter() {
                 let workers = views.iter().flatten().flat_map(|view| &view.workers);
-                served.learn_context(workers.filter_map(|worker| worker.info.as_ref()));
+                served.learn(workers.filter_map(|worker| worker.info.as_ref()));
             }
             let now = self.judge_all(views.iter().map(|view| self.judge(view.as_ref())));
             self.metrics.ready.set(f64::from(u8::from(now.of_any().is_ok())));

@@ -1,6 +1,6 @@
 //! `POST /tokenize` and `POST /detokenize`, with vLLM's fields.
 
-use super::{app::App, incoming::Incoming, lifecycle::handle};
+use super::{app::App, conversation, incoming::Incoming, lifecycle::handle};
 use crate::{error::ApiError, metrics::Endpoint};
 use axum::{
     Json,
@@ -47,8 +47,7 @@ async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErro
         (None, Some(_)) => {
             let chat = incoming.parse::<ChatRequest>(body).await?.check(&model)?;
             check_bytes(&model, chat.text_bytes(), "messages")?;
-            let encodings = incoming.encodings(&model, &chat.options.cache_salt);
-            incoming.encode_conversation(move || chat.encode(&encoder, &encodings)).await?.tokens
+            conversation::encode(incoming, &model, chat).await?.prompt.tokens
         }
     };
     let texts = request.return_token_strs.unwrap_or(false);

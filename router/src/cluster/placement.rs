@@ -148,6 +148,9 @@ impl Placer {
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
+        for (candidate, member) in candidates.iter_mut().zip(&members) {
+            candidate.excluded |= request.has_images && !member.info.accepts_images;
+        }
         for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.queue.is_empty()) {
             // Tandem's own engines compute the shortest prompt first, other engines the prompt that arrived first.
             let shortest_first = member.info.transfer_family.is_empty();
@@ -192,6 +195,7 @@ fn query<'a>(
     let reusable = if prompt_logits { 0 } else { prompt_tokens.saturating_sub(1) / block_size };
     let hashes = &request.hashes[..request.hashes.len().min(reusable as usize)];
     let prefill = match settings.prefill {
+        _ if request.has_images => PrefillPlace::Local,
         PrefillPlace::Auto if attempt > 1 && attempt == settings.attempts_max => PrefillPlace::Local,
         place => place,
     };

@@ -22,6 +22,8 @@ pub(crate) struct PlacementRequest {
     pub(crate) max_tokens: u32,
     /// Whether logits of prompt tokens are requested.
     pub(crate) prompt_logits: bool,
+    /// Whether the prompt has images.
+    pub(crate) has_images: bool,
     pub(crate) account: Arc<str>,
     pub(crate) priority: Priority,
     /// The longest time for which the request may wait in the queue; `None`: it may wait without a limit, or it has already been placed

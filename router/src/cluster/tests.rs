@@ -100,6 +100,7 @@ impl Scenario {
             min_tokens: 0,
             max_tokens: 0,
             prompt_logits: false,
+            has_images: false,
             account: "".into(),
             priority: Priority::default(),
             max_wait: None,

@@ -219,6 +219,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         min_tokens: 0,
         max_tokens: request.max_tokens,
         prompt_logits: false,
+        has_images: false,
         account: "".into(),
         priority: Priority::default(),
         max_wait: None,

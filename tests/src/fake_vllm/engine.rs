@@ -1,8 +1,9 @@
 //! The engine of a fake vLLM server: a prefix cache, and tokens that depend only on the tokens before them and on the seed.
 
+use super::images::Placed;
 use std::collections::{HashMap, HashSet, VecDeque};
 use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys};
-use tandem_kv::Tier;
+use tandem_kv::{ImageId, ImageStart, Tier};
 
 /// The size of the fake model's vocabulary.
 const VOCABULARY: u64 = 256;
@@ -27,6 +28,8 @@ pub struct Prompt<'a> {
     pub salt: &'a str,
     /// The name of the LoRA with which the prompt is computed; `None` if it is computed without a LoRA.
     pub lora: Option<&'a str>,
+    /// The images among the tokens.
+    pub images: &'a [Placed],
 }
 
 /// The result of storing a prompt.
@@ -53,7 +56,7 @@ impl Cache {
     /// Finds the leading blocks of a prompt, stores its other blocks, and drops the oldest blocks beyond the capacity. If `report_hits` is
     /// true, the events include the found blocks. If `lookup` is false, no block is found.
     pub fn store(&mut self, prompt: Prompt<'_>, report_hits: bool, lookup: bool) -> Stored {
-        let (hashes, Prompt { tokens, salt, lora }) = (hashes(prompt, self.block_size), prompt);
+        let (hashes, Prompt { tokens, salt, lora, images }) = (hashes(prompt, self.block_size), prompt);
         // The last token is always computed, so the block that ends with it is not reused.
         let reusable = tokens.len().saturating_sub(1) / self.block_size;
         let found = if lookup { hashes.iter().take(reusable).take_while(|hash| self.held.contains(hash)).count() } else { 0 };
@@ -70,9 +73,7 @@ impl Cache {
                 tokens: tokens[from * self.block_size..(from + blocks.len()) * self.block_size].to_vec(),
                 block_size: self.block_size as u32,
                 lora: lora.map(str::to_owned),
-                extra_keys: (from..from + blocks.len())
-                    .map(|at| if at == 0 { ExtraKeys::Text(salt.to_owned()) } else { ExtraKeys::None })
-                    .collect(),
+                extra_keys: (from..from + blocks.len()).map(|at| extra_keys(at, self.block_size, salt, images)).collect(),
                 tier: Ok(Tier::Device),
                 group: Some(0),
                 kind: Some("full_attention".to_owned()),
@@ -135,9 +136,29 @@ impl Cache {
     }
 }
 
-fn hashes(Prompt { tokens, salt, lora }: Prompt<'_>, block_size: usize) -> Vec<u64> {
+/// Returns the images that have a token in the block at this position.
+fn images_of(at: usize, block_size: usize, images: &[Placed]) -> impl Iterator<Item = &Placed> {
+    images.iter().filter(move |image| image.offset < (at + 1) * block_size && image.offset + image.length > at * block_size)
+}
+
+fn extra_keys(at: usize, block_size: usize, salt: &str, images: &[Placed]) -> ExtraKeys {
+    let salt = (at == 0).then(|| salt.to_owned());
+    if images_of(at, block_size, images).next().is_none() {
+        return salt.map_or(ExtraKeys::None, ExtraKeys::Text);
+    }
+    let start = |image: &Placed| {
+        let at = image.offset.checked_sub(at * block_size)?;
+        Some(ImageStart { at, id: ImageId::from_text(&image.uuid)? })
+    };
+    ExtraKeys::Images { salt, images: images_of(at, block_size, images).filter_map(start).collect() }
+}
+
+fn hashes(Prompt { tokens, salt, lora, images }: Prompt<'_>, block_size: usize) -> Vec<u64> {
     let mut last = hash_text(hash_text(0xcbf2_9ce4_8422_2325, salt), lora.unwrap_or_default());
-    let blocks = tokens.chunks_exact(block_size).map(|block| {
+    let blocks = tokens.chunks_exact(block_size).enumerate().map(|(at, block)| {
+        // As in vLLM, the identity that the client has chosen is all that is hashed of an image.
+        last =
+            images_of(at, block_size, images).fold(last, |hash, image| mix(hash_text(hash, &image.uuid) ^ image.offset as u64));
         last = block.iter().fold(last, |hash, token| mix(hash ^ u64::from(*token)));
         last
     });
@@ -183,7 +204,7 @@ mod tests {
     fn fake_cache_finds_stored_prefixes_and_drops_the_oldest() {
         let mut cache = Cache::new(4, 3);
         let tokens: Vec<u32> = (0..12).collect();
-        let prompt = Prompt { tokens: &tokens, salt: "s", lora: None };
+        let prompt = Prompt { tokens: &tokens, salt: "s", lora: None, images: &[] };
         let mut cached = |prompt| cache.store(prompt, true, true).cached_tokens;
         assert_eq!([cached(prompt), cached(prompt)], [0, 8], "the last block is computed again for its last token");
         for other in [Prompt { salt: "other", ..prompt }, Prompt { lora: Some("lora"), ..prompt }, prompt] {

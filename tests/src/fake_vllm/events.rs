@@ -5,7 +5,7 @@ use futures::{FutureExt, StreamExt, channel::mpsc as futures_mpsc};
 use rmpv::Value;
 use std::collections::VecDeque;
 use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, UnknownMedium};
-use tandem_kv::Tier;
+use tandem_kv::{ImageId, Tier};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
@@ -369,14 +369,21 @@ fn medium(tier: &Result<Tier, UnknownMedium>) -> Value {
     .into()
 }
 
-/// vLLM lists the name of the LoRA before the other keys of a block.
+/// vLLM lists the name of the LoRA, then the images as pairs of identity and offset, then the cache salt.
 fn keys(lora: Option<&str>, keys: &ExtraKeys) -> Value {
-    let other = match keys {
-        ExtraKeys::None => None,
-        ExtraKeys::Text(text) => Some(text.as_str().into()),
-        ExtraKeys::Other => Some(Value::Array(vec!["image".into(), 0.into()])),
+    let pair = |id: ImageId, offset: i64| Value::Array(vec![id.to_string().into(), offset.into()]);
+    let others = match keys {
+        ExtraKeys::None => Vec::new(),
+        ExtraKeys::Text(text) => vec![text.as_str().into()],
+        ExtraKeys::Images { salt, images } => {
+            let begun: Vec<_> = images.iter().map(|image| pair(image.id, image.at as i64)).collect();
+            // If no image begins in the block, one of an earlier block continues in it.
+            let continued = begun.is_empty().then(|| pair(ImageId([0; 32]), -1));
+            continued.into_iter().chain(begun).chain(salt.as_deref().map(Into::into)).collect()
+        }
+        ExtraKeys::Other => vec![Value::Array(vec!["image".into(), 0.into()])],
     };
-    let keys: Vec<Value> = lora.map(Into::into).into_iter().chain(other).collect();
+    let keys: Vec<Value> = lora.map(Into::into).into_iter().chain(others).collect();
     if keys.is_empty() { Value::Nil } else { Value::Array(keys) }
 }
 

@@ -2,6 +2,7 @@
 
 pub mod engine;
 pub mod events;
+pub mod images;
 pub mod server;
 pub mod tokenizer;
 

@@ -1,20 +1,24 @@
 //! The HTTP server of a fake vLLM engine, with the paths and bodies of vLLM 0.32.
 
+mod generation;
+
 use super::{
     engine::{Cache, Fabric, HeldKv, Prompt, next_token_of},
     events::{Publisher, PublisherSettings},
+    images,
 };
 use anyhow::Result;
 use axum::{
     Json, Router,
     body::{Body, Bytes},
-    extract::State,
+    extract::{DefaultBodyLimit, State},
     http::{HeaderMap, StatusCode},
     response::{IntoResponse, Response},
     routing::{get, post},
     serve::ListenerExt,
 };
 use futures::{StreamExt, stream};
+use generation::Generation;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::{
@@ -61,6 +65,8 @@ pub struct FakeSettings {
     pub root: Option<PathBuf>,
     /// The port at which the server listens; 0 stands for any free port.
     pub port: u16,
+    /// Whether the model reads images.
+    pub images: bool,
 }
 
 impl Default for FakeSettings {
@@ -80,6 +86,7 @@ impl Default for FakeSettings {
             loras: Vec::new(),
             root: None,
             port: 0,
+            images: false,
         }
     }
 }
@@ -105,8 +112,13 @@ struct Engine {
     requests: AtomicUsize,
     next: AtomicU64,
     fails: AtomicBool,
+    crashed: AtomicBool,
     /// The rank and the body of each request to generate tokens. The rank is that of the header `X-data-parallel-rank`.
     seen: Mutex<Vec<(Option<usize>, Value)>>,
+    /// The bodies of all requests to convert a chat to tokens.
+    renders: Mutex<Vec<Value>>,
+    /// What the answers to these requests have in place of some of their fields.
+    render_changes: Mutex<Option<Value>>,
 }
 
 struct Rank {
@@ -151,7 +163,10 @@ impl FakeVllm {
             requests: AtomicUsize::new(0),
             next: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            crashed: AtomicBool::new(false),
             seen: Mutex::default(),
+            renders: Mutex::default(),
+            render_changes: Mutex::default(),
         });
         let routes = Router::new()
             .route("/health", get(async || StatusCode::OK))
@@ -159,7 +174,8 @@ impl FakeVllm {
             .route("/v1/models", get(models))
             .route("/metrics", get(metrics))
             .route("/kv_event_sources", get(event_sources))
-            .route("/inference/v1/generate", post(generate))
+            .route("/v1/chat/completions/render", post(render))
+            .route("/inference/v1/generate", post(generate).layer(DefaultBodyLimit::disable()))
             .route("/inference/v1/abort_requests", post(abort))
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();
@@ -190,6 +206,17 @@ impl FakeVllm {
     /// Returns the bodies of all requests to generate tokens so far.
     pub fn seen(&self) -> Vec<Value> {
         self.engine.seen.lock().iter().map(|(_, body)| body.clone()).collect()
+    }
+
+    /// Returns the bodies of all requests to convert a chat to tokens so far.
+    pub fn renders(&self) -> Vec<Value> {
+        self.engine.renders.lock().clone()
+    }
+
+    /// Sets fields of all later answers to requests to convert a chat to tokens; `None`: the answers are those of vLLM. The field `status`
+    /// becomes the HTTP status, and `padding` a text of so many bytes.
+    pub fn change_renders(&self, changes: Option<Value>) {
+        *self.engine.render_changes.lock() = changes;
     }
 
     /// Returns the data-parallel ranks that the requests to generate tokens name.
@@ -226,6 +253,12 @@ impl FakeVllm {
     /// Sets whether every request to generate tokens fails with HTTP 500.
     pub fn fail(&self, fails: bool) {
         self.engine.fails.store(fails, Ordering::SeqCst);
+    }
+
+    /// Ends all streams in the middle, and lets every later request to generate tokens fail.
+    pub fn crash(&self) {
+        self.engine.crashed.store(true, Ordering::SeqCst);
+        self.fail(true);
     }
 
     /// Changes the start time that the server reports, as a restart does.
@@ -298,6 +331,21 @@ fn error(status: StatusCode, message: &str) -> Response {
         .into_response()
 }
 
+async fn render(State(engine): State<Arc<Engine>>, Json(chat): Json<Value>) -> Response {
+    let rendered = images::render(&chat, engine.settings.images);
+    engine.renders.lock().push(chat);
+    let (status, mut answer) = match rendered {
+        Ok(answer) => (StatusCode::OK, answer),
+        Err(message) => return error(StatusCode::BAD_REQUEST, &message),
+    };
+    let changes = engine.render_changes.lock().clone().unwrap_or_default();
+    for (name, value) in changes.as_object().into_iter().flatten() {
+        answer[name] = if name == "padding" { "x".repeat(value.as_u64().unwrap_or(0) as usize).into() } else { value.clone() };
+    }
+    let status = changes["status"].as_u64().and_then(|status| StatusCode::from_u16(status as u16).ok()).unwrap_or(status);
+    (status, Json(answer)).into_response()
+}
+
 async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return error(StatusCode::BAD_REQUEST, "not JSON") };
     let named = headers.get("x-data-parallel-rank").and_then(|rank| rank.to_str().ok()?.parse::<usize>().ok());
@@ -307,6 +355,10 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     }
     let tokens: Vec<u32> =
         body["token_ids"].as_array().into_iter().flatten().filter_map(|token| token.as_u64()?.try_into().ok()).collect();
+    let images::Expanded { tokens, images, files } = match images::expand(&tokens, &body, engine.settings.images) {
+        Ok(expanded) => expanded,
+        Err(message) => return error(StatusCode::BAD_REQUEST, &message),
+    };
     let params = &body["sampling_params"];
     let max_tokens = params["max_tokens"].as_u64().unwrap_or(16) as usize;
     if tokens.is_empty() || max_tokens == 0 || tokens.len() + max_tokens > 4096 {
@@ -349,7 +401,7 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     let salt = text(&body["cache_salt"]);
     let context = pulled.clone().unwrap_or_else(|| tokens.clone());
     tokio::time::sleep(engine.settings.step).await;
-    let prompt = Prompt { tokens: &context, salt: &salt, lora: lora.as_deref() };
+    let prompt = Prompt { tokens: &context, salt: &salt, lora: lora.as_deref(), images: &images };
     let stored = rank.cache.lock().store(prompt, report_hits, !wants_prompt);
     if let Some(publisher) = rank.publisher.as_ref().filter(|_| !stored.events.is_empty()) {
         let _ = publisher.publish(stored.events).await;
@@ -365,8 +417,8 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     }
     let details = engine.settings.reports_cached_tokens.then(|| json!({ "cached_tokens": cached }));
     let usage = json!({ "prompt_tokens": tokens.len(), "prompt_tokens_details": details });
-    let lora = lora.unwrap_or_default();
-    let generation = Generation { run, context, lora, params: params.clone(), max_tokens, generated: 0, is_aborted, usage };
+    let inputs = lora.unwrap_or_default() + &files;
+    let generation = Generation { run, context, inputs, params: params.clone(), max_tokens, generated: 0, is_aborted, usage };
     if body["stream"] == true {
         return generation.streamed();
     }
@@ -380,112 +432,4 @@ fn text(value: &Value) -> String {
 fn streamed(events: Vec<Value>) -> Response {
     let events = events.into_iter().map(|event| format!("data: {event}\n\n")).chain(["data: [DONE]\n\n".to_owned()]);
     Body::from_stream(stream::iter(events.map(Ok::<_, Infallible>).collect::<Vec<_>>())).into_response()
-}
-
-struct Generation {
-    run: Run,
-    context: Vec<u32>,
-    /// The name of the LoRA; empty if the request names none.
-    lora: String,
-    params: Value,
-    max_tokens: usize,
-    generated: usize,
-    is_aborted: watch::Receiver<bool>,
-    usage: Value,
-}
-
-impl Generation {
-    /// Generates a token. Returns the token, which is `None` if the request was aborted, and the finish reason, which is `None` if more
-    /// tokens follow.
-    async fn step(&mut self) -> (Option<u32>, Option<&'static str>) {
-        let step = self.run.engine.settings.step;
-        tokio::select! {
-            biased;
-            _ = self.is_aborted.wait_for(|aborted| *aborted) => {
-                // vLLM loses the count of cached tokens of a request without generated tokens, so the fake server does, too.
-                if let Some(cached) = self.usage.pointer_mut("/prompt_tokens_details/cached_tokens").filter(|_| self.generated == 0) {
-                    *cached = 0.into();
-                }
-                return (None, Some("abort"));
-            }
-            () = tokio::time::sleep(step) => {}
-        }
-        let seed = (self.params["temperature"] != 0.0).then(|| self.params["seed"].as_u64().unwrap_or(0));
-        let token = next_token_of(&self.lora, &self.context, seed);
-        self.context.push(token);
-        self.generated += 1;
-        let stops = self.params["stop_token_ids"].as_array().is_some_and(|stops| stops.contains(&token.into()));
-        let finish = if stops { Some("stop") } else { (self.generated == self.max_tokens).then_some("length") };
-        (Some(token), finish)
-    }
-
-    fn choice(&self, token: Option<u32>, finish: Option<&str>) -> Value {
-        let tokens: Vec<u32> = token.into_iter().collect();
-        let logprobs = self.params["logprobs"].as_u64().map(|top| {
-            let content: Vec<Value> = tokens
-                .iter()
-                .map(|token| {
-                    let top: Vec<Value> = (0..top)
-                        .map(|rank| json!({ "token_id": token + rank as u32, "logprob": -0.5 - rank as f64, "rank": rank + 1 }))
-                        .collect();
-                    json!({ "token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": top })
-                })
-                .collect();
-            json!({ "content": content })
-        });
-        json!({ "index": 0, "finish_reason": finish, "stop_reason": null, "token_ids": tokens, "logprobs": logprobs })
-    }
-
-    fn streamed(self) -> Response {
-        let id = self.run.id.clone();
-        let chunks = stream::unfold((Some(self), false), move |(generation, finished)| {
-            let id = id.clone();
-            async move {
-                let mut generation = generation?;
-                if finished {
-                    let last = json!({ "request_id": id, "usage": generation.usage, "output_mode": "tokens", "choices": [] });
-                    return Some((format!("data: {last}\n\ndata: [DONE]\n\n"), (None, true)));
-                }
-                let (token, finish) = generation.step().await;
-                let choice = generation.choice(token, finish);
-                let chunk = json!({ "request_id": id, "usage": null, "output_mode": "tokens", "choices": [choice] });
-                Some((format!("data: {chunk}\n\n"), (Some(generation), finish.is_some())))
-            }
-        });
-        let kind = [("content-type", "text/event-stream; charset=utf-8")];
-        (kind, Body::from_stream(chunks.map(Ok::<_, Infallible>))).into_response()
-    }
-
-    async fn whole(mut self, tokens: &[u32], transfer: &Value, id: &str) -> Response {
-        let (mut generated, mut last) = (Vec::new(), None);
-        while last.is_none() {
-            let (token, finish) = self.step().await;
-            generated.extend(token);
-            last = finish;
-        }
-        let engine = &self.run.engine;
-        let params = (transfer["do_remote_decode"] == true && last != Some("abort")).then(|| {
-            let remote = format!("{id}-{}", engine.next.fetch_add(1, Ordering::SeqCst));
-            let held = HeldKv { tokens: tokens.to_vec(), until: Instant::now() + engine.settings.lease };
-            engine.settings.fabric.lock().insert((engine.id.clone(), remote.clone()), held);
-            json!({
-                "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1]], "remote_engine_id": engine.id,
-                "remote_request_id": remote, "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1,
-                "remote_num_tokens": tokens.len(),
-                "remote_prefill_cached_tokens": self.usage.pointer("/prompt_tokens_details/cached_tokens"),
-            })
-        });
-        let prompt_logprobs = self.params["prompt_logprobs"].as_u64().map(|_| {
-            let of = |(at, token): (usize, &u32)| {
-                if at == 0 { Value::Null } else { json!({ token.to_string(): { "logprob": -1.0, "rank": 1 } }) }
-            };
-            tokens.iter().enumerate().map(of).collect::<Vec<_>>()
-        });
-        let choice = json!({ "index": 0, "finish_reason": last, "stop_reason": null, "token_ids": generated, "logprobs": null });
-        Json(json!({
-            "request_id": id, "usage": self.usage, "prompt_logprobs": prompt_logprobs, "kv_transfer_params": params,
-            "output_mode": "tokens", "choices": [choice],
-        }))
-        .into_response()
-    }
 }

@@ -43,6 +43,7 @@ pub(super) fn expected(spec: &RequestSpec) -> Expected {
         kv: KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     };
     let mut generated: Vec<(Vec<u32>, &'static str)> = vec![(Vec::new(), ""); spec.samples as usize];
     runtime.block_on(async {

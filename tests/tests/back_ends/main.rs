@@ -4,6 +4,7 @@
 mod cluster;
 mod conformance;
 mod exchange;
+mod images;
 mod jobs;
 mod llama_cpp;
 mod rooms;
@@ -79,6 +80,7 @@ fn generate(prompt: &[TokenId], max_tokens: u32) -> Generate {
         kv: KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     }
 }
 

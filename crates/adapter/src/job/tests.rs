@@ -57,6 +57,7 @@ async fn events(max_tokens: Option<u32>, chunks: Vec<AnswerChunk>) -> Vec<Event>
         kv: KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     };
     let api: Arc<dyn Api> = Arc::new(Fake(Mutex::new(chunks)));
     let mut job = generate(&shared, &api, request).expect("the engine has a place");
@@ -103,7 +104,7 @@ async fn token_outside_the_vocabulary_ends_the_request() {
 #[tokio::test]
 async fn reported_cached_tokens_are_limited_to_the_prompt_length() {
     for (reported, expected) in [(2, 2), (3, 3), (u32::MAX, 3)] {
-        let usage = Some(EngineUsage { cached_tokens: Some(reported) });
+        let usage = Some(EngineUsage { cached_tokens: Some(reported), prompt_tokens: None });
         let events =
             events(Some(2), vec![tokens([4, 5]), AnswerChunk { finish: Some(Finish::Length), usage, ..AnswerChunk::default() }])
                 .await;

@@ -5,7 +5,7 @@
 
 use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, UnknownMedium};
 use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
-use tandem_kv::{Tier, TokenId};
+use tandem_kv::{ImageId, ImageStart, Tier, TokenId};
 
 /// A batch of KV events: the changes that one step of the engine made to its cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -235,7 +235,7 @@ fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     }
 }
 
-/// Returns the extra keys of a block. With a LoRA, its name is the first of the keys in the event.
+/// Returns the extra keys of a block: the name of the LoRA, the images as pairs, and the cache salt, as far as the block has them.
 fn extra_keys(value: &ValueRef<'_>, lora: Option<&str>) -> Option<ExtraKeys> {
     let keys: &[ValueRef<'_>] = match value {
         ValueRef::Nil => &[],
@@ -247,11 +247,27 @@ fn extra_keys(value: &ValueRef<'_>, lora: Option<&str>) -> Option<ExtraKeys> {
         (Some(name), Some((first, keys))) if text(first) == Some(name) => keys,
         (Some(_), _) => return Some(ExtraKeys::Other),
     };
-    Some(match keys {
-        [] => ExtraKeys::None,
-        [key] => text(key).map_or(ExtraKeys::Other, |key| ExtraKeys::Text(key.to_owned())),
-        _ => ExtraKeys::Other,
-    })
+    let (pairs, rest) = keys.split_at(keys.iter().take_while(|key| matches!(key, ValueRef::Array(_))).count());
+    let salt = match rest {
+        [] => None,
+        [ValueRef::String(salt)] if salt.as_str().is_some() => salt.as_str().map(str::to_owned),
+        _ => return Some(ExtraKeys::Other),
+    };
+    if pairs.is_empty() {
+        return Some(salt.map_or(ExtraKeys::None, ExtraKeys::Text));
+    }
+    let images = pairs.iter().map(image).collect::<Option<Vec<_>>>();
+    Some(images.map_or(ExtraKeys::Other, |images| ExtraKeys::Images { salt, images: images.into_iter().flatten().collect() }))
+}
+
+/// Returns the image of a pair of identity and offset in the block; `None` if it is not such a pair, or Tandem has not made the identity. The
+/// inner value is `None` if the image begins in an earlier block, so that its offset is negative.
+fn image(pair: &ValueRef<'_>) -> Option<Option<ImageStart>> {
+    let ValueRef::Array(pair) = pair else { return None };
+    let [identity, offset] = &pair[..] else { return None };
+    let ValueRef::Integer(offset) = offset else { return None };
+    let id = text(identity).and_then(ImageId::from_text)?;
+    Some(offset.as_u64().and_then(|at| usize::try_from(at).ok()).map(|at| ImageStart { at, id }))
 }
 
 /// Returns the tier of an event's blocks. Versions of vLLM that know only the device's memory send no medium. Blocks on another host (`locality`) are in

@@ -258,7 +258,7 @@ impl CompletionStream {
     fn end(&self, finish: Finish) -> AnswerChunk {
         AnswerChunk {
             finish: Some(finish),
-            usage: Some(EngineUsage { cached_tokens: self.cached_tokens }),
+            usage: Some(EngineUsage { cached_tokens: self.cached_tokens, prompt_tokens: None }),
             ..AnswerChunk::default()
         }
     }

@@ -2,7 +2,7 @@ use super::*;
 use crate::UnknownMedium;
 use proptest::{prelude::*, sample::Index};
 use std::collections::{BTreeMap, HashSet};
-use tandem_kv::{Change, StoredChain};
+use tandem_kv::{Change, ImageId, StoredChain, sequence_hashes};
 
 const BLOCK: usize = 2;
 /// The number of the cluster's blocks in one engine block.
@@ -91,7 +91,7 @@ fn engine_blocks_are_reported_as_the_clusters_sequence_hashes() {
     let (head, tail) = (prompt[..ENGINE_BLOCK].to_vec(), prompt[ENGINE_BLOCK..].to_vec());
     mirror.apply(&[EngineEvent::Stored(first_blocks(&[11], head)), EngineEvent::Stored(later_blocks(11, &[12, 13], tail))]);
     assert_eq!(changes(&mut mirror), [stored(None, &all)]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), [6, 0, 0, 0]);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt, &[]), [6, 0, 0, 0]);
     assert_eq!(mirror.snapshot().stored, [StoredChain { parent: None, sequence_hashes: all.clone() }]);
     mirror.apply(&[removed(13)]);
     assert_eq!(changes(&mut mirror), [Change::Removed(vec![all[5], all[4]])]);
@@ -248,23 +248,23 @@ fn assumed_blocks_are_those_of_the_latest_prompts() {
     let mut mirror = mirror();
     // The device's memory has 8 blocks, which hold two prompts of 2 engine blocks each.
     let prompts = [1, 2, 3].map(|seed| tokens(seed, 2));
-    let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt)[0];
+    let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt, &[])[0];
     for prompt in &prompts[..2] {
-        mirror.assume_stored(&namespace(), prompt);
+        mirror.assume_stored(&namespace(), prompt, &[]);
     }
-    mirror.assume_stored(&namespace(), &prompts[0]);
+    mirror.assume_stored(&namespace(), &prompts[0], &[]);
     mirror.take();
     // The first engine block of prompt 3 displaces the last one of prompt 2, the least recently used prompt. Prompt 3's last, partial block
     // is not cached.
-    mirror.assume_stored(&namespace(), &prompts[2][..ENGINE_BLOCK + 3]);
+    mirror.assume_stored(&namespace(), &prompts[2][..ENGINE_BLOCK + 3], &[]);
     let (second, third) = (hashes(&prompts[1]), hashes(&prompts[2]));
     assert_eq!(changes(&mut mirror), [stored(None, &third[..2]), Change::Removed(vec![second[3], second[2]])]);
     assert_eq!([&prompts[0], &prompts[1], &prompts[2]].map(|prompt| cached(&mirror, prompt)), [4, 2, 2]);
-    mirror.assume_stored(&namespace(), &tokens(4, 5));
+    mirror.assume_stored(&namespace(), &tokens(4, 5), &[]);
     assert_eq!((mirror.cached_blocks(), cached(&mirror, &tokens(4, 5))), (8, 8));
     mirror.clear();
     assert_eq!(mirror.cached_blocks(), 0);
-    mirror.assume_stored(&namespace(), &prompts[0]);
+    mirror.assume_stored(&namespace(), &prompts[0], &[]);
     assert_eq!(cached(&mirror, &prompts[0]), 4);
 }
 
@@ -458,7 +458,7 @@ proptest! {
             for choices in [[true; 4], [false; 4], [true, false, true, false]] {
                 let prompt = path_tokens(&choices);
                 let chain = hashes(&prompt);
-                let found = mirror.cached_prefix(&namespace(), &prompt);
+                let found = mirror.cached_prefix(&namespace(), &prompt, &[]);
                 for (tier, within) in within.iter().enumerate() {
                     let leading = chain.iter().take_while(|hash| within.contains(hash)).count();
                     prop_assert_eq!(found[..=tier].iter().sum::<u32>() as usize, leading);
@@ -474,7 +474,7 @@ proptest! {
         let mut model: Vec<(SequenceHash, usize, usize)> = Vec::new();
         for (time, choices) in prompts.into_iter().enumerate() {
             let prompt = path_tokens(&choices);
-            mirror.assume_stored(&namespace(), &prompt);
+            mirror.assume_stored(&namespace(), &prompt, &[]);
             for (position, hash) in hashes(&prompt).into_iter().enumerate() {
                 model.retain(|(other, ..)| *other != hash);
                 model.push((hash, time, position));
@@ -491,4 +491,5 @@ proptest! {
 }
 
 mod hybrid;
+mod images;
 mod tiers;

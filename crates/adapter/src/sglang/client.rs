@@ -183,7 +183,7 @@ impl AnswerStream {
                     self.running = RunningRequest::new(&self.http, &self.body);
                     self.events = http::events(send(&self.http, &self.body).await?).boxed();
                 }
-                false => (chunk.finish, chunk.usage) = (Some(Finish::Length), Some(EngineUsage { cached_tokens: None })),
+                false => (chunk.finish, chunk.usage) = (Some(Finish::Length), Some(EngineUsage::default())),
             }
         }
         Ok(chunk)

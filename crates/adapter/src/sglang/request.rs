@@ -253,7 +253,12 @@ mod tests {
     }
 
     fn call() -> EngineCall {
-        EngineCall { request_id: "r-1".to_owned(), namespace: Namespace::new("m", "", "", "tenant"), tokens: vec![1, 5] }
+        EngineCall {
+            request_id: "r-1".to_owned(),
+            namespace: Namespace::new("m", "", "", "tenant"),
+            tokens: vec![1, 5],
+            images: [].into(),
+        }
     }
 
     fn body(sampling: &Sampling, settings: &SglangOptions) -> Value {

@@ -131,7 +131,7 @@ impl ChunkReader {
             finish = Some(Finish::Stop);
         }
         let counted = meta.cached_tokens.filter(|_| self.generated > 0);
-        let usage = finish.map(|_| EngineUsage { cached_tokens: meta.cached_tokens });
+        let usage = finish.map(|_| EngineUsage { cached_tokens: meta.cached_tokens, prompt_tokens: None });
         Ok(AnswerChunk { tokens, finish, counted, usage })
     }
 

@@ -3,7 +3,7 @@
 use super::{
     handle, metrics,
     metrics::EngineConstants,
-    request::{GenerateBody, SamplingParams, VllmStreamOptions},
+    request::{ContentPart, GenerateBody, SamplingParams, VllmStreamOptions, collapsed},
     response,
 };
 use crate::{
@@ -28,6 +28,12 @@ use tandem_kv::HashKey;
 
 /// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
 const ID_PREFIX: &str = "generate-tokens-";
+
+/// The path at which vLLM converts a chat to tokens.
+const RENDER: &str = "/v1/chat/completions/render";
+
+/// A gray PNG of 64 × 64 pixels, in base64.
+const TEST_IMAGE: &str = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR42u3MQREAAAwCIKMb3RD77SAA6VEEAoFAIBAIBAKBQCAQfA8G320AeXC6efoAAAAASUVORK5CYII=";
 
 pub(super) struct VllmClient {
     http: EngineHttp,
@@ -95,6 +101,24 @@ impl VllmClient {
         (enable_kv_cache_events && publisher == "zmq").then_some(EventSource { endpoint, replay_endpoint, topic })
     }
 
+    /// Returns whether the engine reads images: whether it renders a small one. A server without images, or of an old version, refuses it.
+    ///
+    /// # Errors
+    /// Fails if the server does not answer, or is at capacity.
+    pub async fn reads_images(&self) -> Result<bool, EngineFailure> {
+        let url = format!("data:image/png;base64,{TEST_IMAGE}");
+        let content = json!([{ "type": "image_url", "image_url": { "url": url } }]);
+        let chat = json!({ "messages": [{ "role": "user", "content": content }], "mm_payload": "none" });
+        match calls::post(&self.http, RENDER, &chat).await {
+            Ok(_) => Ok(true),
+            Err(error @ (EngineFailure::Connection(_) | EngineFailure::Full(_))) => Err(error),
+            Err(error) => {
+                tracing::debug!(%error, "the engine reads no images");
+                Ok(false)
+            }
+        }
+    }
+
     /// Sends a generation request. Returns when the head of the answer has arrived; the caller reads the body.
     async fn send(&self, call: &EngineCall, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
@@ -116,7 +140,8 @@ impl VllmClient {
         let cache_salt = cache_salt(&self.hash_key, &call.namespace);
         GenerateBody {
             model: call.namespace.model().filter(|model| self.served.loras.iter().any(|lora| lora == model)),
-            token_ids: &call.tokens,
+            token_ids: collapsed(&call.tokens, &call.images),
+            content_parts: call.images.iter().map(ContentPart::new).collect(),
             sampling_params: if self.hits_are_reported { sampling_params } else { sampling_params.without_hits() },
             cache_salt,
             stream: false,

@@ -19,6 +19,10 @@ use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::HashKey;
 use tandem_process::Secret;
+use tokio::time::timeout;
+
+/// The time within which the engine must have rendered an image. The first one may take long, because vLLM then loads the model's processor.
+const RENDER_WAIT: Duration = Duration::from_secs(60);
 
 /// The settings of the connection to a vLLM server.
 #[derive(Clone, Debug)]
@@ -98,6 +102,13 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
     let (model, loras) = (model_description(&served), served.loras.clone());
     let client = Arc::new(client.serving(served, &constants));
+    let accepts_images = match timeout(RENDER_WAIT, server::wait_until(client.http(), || client.reads_images())).await {
+        Ok(reads) => reads?,
+        Err(_) => {
+            tracing::warn!(engine = %url, "the engine has not rendered an image within {RENDER_WAIT:?}, so the worker accepts no images");
+            false
+        }
+    };
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     let capacity_blocks = u32::try_from(constants.capacity_tokens() / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
     let subscription = match constants.prefix_caching {
@@ -136,6 +147,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         block_size,
         kv_events = endpoint.as_deref().unwrap_or("none"),
         family = family.as_deref().unwrap_or("none"),
+        accepts_images,
         "connected to a vLLM engine"
     );
     if approximate {
@@ -148,7 +160,9 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let (events, silence_max) = (kv_events::follow(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
     let instance = Some(constants.started.to_string());
     let exchange = family.map_or(EngineExchange::None, EngineExchange::Handles);
-    Ok(Connected::new(client, ConnectedEngine { shared, exchange, instance, silence_max, events }, model, loras))
+    let mut connected = Connected::new(client, ConnectedEngine { shared, exchange, instance, silence_max, events }, model, loras);
+    connected.adapter.accepts_images = accepts_images;
+    Ok(connected)
 }
 
 fn model_description(served: &ServedModels) -> ModelDescription {

@@ -1,9 +1,10 @@
 //! Requests to vLLM's `/inference/v1/generate`, with token ids as input and output.
 
+use base64::{Engine as _, prelude::BASE64_STANDARD as BASE64};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::collections::HashMap;
-use tandem_engine::Sampling;
+use std::{borrow::Cow, collections::HashMap};
+use tandem_engine::{PromptImage, Sampling};
 use tandem_grammar::{Constraint, Kind};
 use tandem_kv::TokenId;
 
@@ -17,7 +18,10 @@ const SEED_MASK: u64 = i64::MAX as u64;
 pub(super) struct GenerateBody<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<&'a str>,
-    pub token_ids: &'a [TokenId],
+    /// With one placeholder for each image.
+    pub token_ids: Cow<'a, [TokenId]>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub content_parts: Vec<ContentPart>,
     pub sampling_params: SamplingParams<'a>,
     pub cache_salt: String,
     pub stream: bool,
@@ -25,6 +29,36 @@ pub(super) struct GenerateBody<'a> {
     pub stream_options: Option<VllmStreamOptions>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_transfer_params: Option<Value>,
+}
+
+/// An image. Its identity becomes an input of the hashes of its blocks, and the key of the engine's other caches.
+#[derive(Serialize)]
+pub(super) struct ContentPart {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    url: String,
+    uuid: String,
+}
+
+impl ContentPart {
+    pub fn new(PromptImage { start, media_type, data, .. }: &PromptImage) -> Self {
+        let url = format!("data:{media_type};base64,{}", BASE64.encode(data));
+        Self { kind: "image_url", url, uuid: start.id.to_string() }
+    }
+}
+
+/// Returns the tokens with one placeholder for each image, which the engine replaces by as many as it needs.
+pub(super) fn collapsed<'a>(tokens: &'a [TokenId], images: &[PromptImage]) -> Cow<'a, [TokenId]> {
+    if images.is_empty() {
+        return Cow::Borrowed(tokens);
+    }
+    let (mut collapsed, mut from) = (Vec::with_capacity(tokens.len()), 0);
+    for image in images {
+        collapsed.extend_from_slice(&tokens[from..=image.start.at]);
+        from = image.start.at + image.len;
+    }
+    collapsed.extend_from_slice(&tokens[from..]);
+    Cow::Owned(collapsed)
 }
 
 #[derive(Serialize)]
@@ -139,6 +173,7 @@ fn structured_outputs(Constraint { kind, .. }: &Constraint) -> Value {
 mod tests {
     use super::*;
     use tandem_engine::BadWord;
+    use tandem_kv::{ImageId, ImageStart};
 
     #[test]
     fn request_body_contains_all_sampling_parameters() {
@@ -164,7 +199,8 @@ mod tests {
         };
         let body = GenerateBody {
             model: Some("lora"),
-            token_ids: &[1, 2],
+            token_ids: Cow::Borrowed(&[1, 2]),
+            content_parts: Vec::new(),
             sampling_params: SamplingParams::new(&sampling, 9),
             cache_salt: "s".to_owned(),
             stream: true,
@@ -184,6 +220,21 @@ mod tests {
                 },
             })
         );
+    }
+
+    #[test]
+    fn each_image_is_sent_with_one_placeholder_and_its_identity() {
+        let image = |at, len| PromptImage {
+            start: ImageStart { at, id: ImageId([0xab; 32]) },
+            len,
+            media_type: "image/gif".to_owned(),
+            data: b"GIF".as_slice().into(),
+        };
+        let tokens = [9, 9, 9, 1, 2, 9, 3, 9, 9];
+        assert_eq!(*collapsed(&tokens, &[image(0, 3), image(5, 1), image(7, 2)]), [9, 1, 2, 9, 3, 9]);
+        assert!(matches!(collapsed(&tokens, &[]), Cow::Borrowed(all) if *all == tokens));
+        let part = serde_json::to_value(ContentPart::new(&image(0, 3))).expect("the part can be serialized");
+        assert_eq!(part, json!({ "type": "image_url", "url": "data:image/gif;base64,R0lG", "uuid": "ab".repeat(32) }));
     }
 
     #[test]

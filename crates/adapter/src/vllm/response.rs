@@ -62,6 +62,7 @@ pub(super) struct RankedLogprob {
 
 #[derive(Deserialize)]
 pub(super) struct AnswerUsage {
+    prompt_tokens: Option<u32>,
     prompt_tokens_details: Option<CachedTokenDetails>,
 }
 
@@ -108,7 +109,7 @@ pub(super) fn chunk(json: &[u8], wanted: &WantedLogprobs) -> Result<AnswerChunk,
         };
         chunk.tokens.extend(token_ids.into_iter().zip(logprobs.drain(..)));
     }
-    chunk.usage = usage.map(|usage| EngineUsage { cached_tokens: usage.cached_tokens() });
+    chunk.usage = usage.map(|usage| EngineUsage { cached_tokens: usage.cached_tokens(), prompt_tokens: usage.prompt_tokens });
     Ok(chunk)
 }
 
@@ -186,7 +187,7 @@ mod tests {
         let last = chunk(LAST.as_bytes(), &WantedLogprobs::default()).expect("the recorded event is valid");
         assert_eq!((last.tokens.as_slice(), last.finish), (&[(516, None)][..], Some(Finish::Length)));
         let usage = chunk(USAGE.as_bytes(), &WantedLogprobs::default()).expect("the recorded event is valid").usage;
-        assert_eq!(usage, Some(EngineUsage { cached_tokens: Some(64) }));
+        assert_eq!(usage, Some(EngineUsage { cached_tokens: Some(64), prompt_tokens: Some(70) }));
         assert!(
             matches!(chunk(ERROR.as_bytes(), &WantedLogprobs::default()), Err(EngineFailure::Failed(message)) if message == "Internal server error")
         );
@@ -200,9 +201,12 @@ mod tests {
                 .expect("the event is valid")
                 .usage
         };
-        assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(EngineUsage { cached_tokens: None }));
-        assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(EngineUsage { cached_tokens: None }));
-        assert_eq!(of(r#"{"prompt_tokens_details":{"cached_tokens":0}}"#), Some(EngineUsage { cached_tokens: Some(0) }));
+        assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(EngineUsage { cached_tokens: None, prompt_tokens: Some(3) }));
+        assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(EngineUsage::default()));
+        assert_eq!(
+            of(r#"{"prompt_tokens_details":{"cached_tokens":0}}"#),
+            Some(EngineUsage { cached_tokens: Some(0), prompt_tokens: None })
+        );
     }
 
     #[test]

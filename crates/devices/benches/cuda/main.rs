@@ -171,5 +171,6 @@ fn generate(number: usize, prompt: Vec<TokenId>, sampling: Sampling) -> Generate
         kv: KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     }
 }

@@ -49,6 +49,7 @@ pub(super) fn generate(max_tokens: u32) -> Generate {
         kv: crate::KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     }
 }
 

@@ -199,6 +199,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
         kv: KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     }
 }
 

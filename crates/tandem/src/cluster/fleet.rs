@@ -6,7 +6,8 @@ use super::{
     local_address, loopback, weights,
 };
 use crate::settings::{KvConnector, UpSettings};
-use tandem_adapter::ServerDescription;
+use tandem_adapter::{ServerDescription, ServerSettings, vllm::VllmSettings};
+use tandem_frontend::Renderer;
 use tandem_model_store::ModelSource;
 use tandem_process::Shutdown;
 use tandem_proto::v1::worker_info::Role;
@@ -16,13 +17,13 @@ use tandem_text::ServedModel;
 struct FleetModels(Vec<(ServedModel, Option<String>)>);
 
 /// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizers of their models. The model of the first server
-/// is the first in the list.
+/// is the first in the list. Each vLLM server is also a renderer of its models.
 pub(super) async fn workers(
     parts: &ClusterParts,
     settings: &UpSettings,
     config: &mut EngineConfig,
     shutdown: &Shutdown,
-) -> Result<(Vec<Worker>, Vec<ServedModel>), StartError> {
+) -> Result<(Vec<Worker>, Vec<ServedModel>, Vec<Renderer>), StartError> {
     let urls = [(Role::Decode, &settings.worker.external.engine_url), (Role::Prefill, &settings.prefill_engine_url)];
     if !settings.prefill_engine_url.is_empty() {
         config.worker.external.engine_kv_connector = KvConnector::Nixl;
@@ -41,9 +42,13 @@ pub(super) async fn workers(
     if let Some(extra) = settings.frontend.extra_models.iter().find(|extra| models.position(&extra.id).is_none()) {
         return Err(StartError::NoEngineOfModel(extra.id.clone()));
     }
-    let mut workers: Vec<Worker> = Vec::new();
+    let (mut workers, mut renderers): (Vec<Worker>, Vec<Renderer>) = Default::default();
     for (role, (engines, server)) in servers {
         let (model, loras) = (model_of(&server), server.loras);
+        if let ServerSettings::Vllm(VllmSettings { url, key, ca, .. }) = engines[0].0.clone() {
+            let models = std::iter::once(&model).chain(&loras).cloned().collect();
+            renderers.push(Renderer { models, url, key, ca });
+        }
         let served = models.position(&model).map(|at| &models.0[at].0);
         let (revision, context_length) = served.map_or(("", 0), |served| (&served.revision, served.context_length));
         for (engine, kv_tokens) in engines {
@@ -62,7 +67,7 @@ pub(super) async fn workers(
         }
     }
     workers.sort_by_key(|worker| worker.role != Role::Prefill);
-    Ok((workers, models.0.into_iter().map(|(served, _)| served).collect()))
+    Ok((workers, models.0.into_iter().map(|(served, _)| served).collect(), renderers))
 }
 
 impl FleetModels {

@@ -164,13 +164,13 @@ impl Cluster {
         let router = local_address(&router_listener)?;
         let file = RunningFile::write(folders, &access.running(router, &key_source));
         let starting = parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?;
-        let (workers, served) = match settings.model.engine {
+        let (workers, served, renderers) = match settings.model.engine {
             EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => {
                 fleet::workers(&parts, &settings, &mut config, &back).await?
             }
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
                 let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
-                (workers, vec![served])
+                (workers, vec![served], Vec::new())
             }
         };
         // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
@@ -188,9 +188,9 @@ impl Cluster {
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
-        let sequences_max = settings.model.max_concurrent_requests;
-        let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), sequences_max);
+        let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), settings.model.max_concurrent_requests);
         own.models.extend(extra);
+        own.renderers = Some(own.renderers).filter(|own| !own.is_empty()).unwrap_or(renderers);
         for answers in starting {
             answers.end().await;
         }

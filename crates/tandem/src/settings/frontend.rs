@@ -5,8 +5,9 @@ use crate::files::{self, Connections};
 use clap::Args;
 use serde::Serialize;
 use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
-use tandem_frontend::FrontendSettings;
+use tandem_frontend::{FrontendSettings, Renderer};
 use tandem_model_store::ModelSource;
+use tandem_process::Secret;
 use tandem_text::ServedModel;
 
 /// The settings of `tandem up` and of frontends.
@@ -30,6 +31,18 @@ pub struct FrontendArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub parsers: ParserArgs,
+
+    /// vLLM server that converts chats with images to tokens: any server with --enable-scale-out, or `vllm launch render`. With `MODEL=`, it does so
+    /// only for that model. Repeat the flag, or separate several by commas [default: `tandem up --engine vllm` uses its servers; else none, and
+    /// chats with images are refused]
+    #[arg(long = "renderer", env = "TANDEM_RENDERER", value_name = "[MODEL=]URL", value_delimiter = ',')]
+    #[serde(rename = "renderer", serialize_with = "with_commas")]
+    pub renderers: Vec<String>,
+
+    /// File with the renderers' --api-key; read again for each call
+    #[arg(long, env = "TANDEM_RENDERER_KEY_FILE", value_name = "FILE", value_parser = Secret::of_argument, requires = "renderers")]
+    #[serde(skip)]
+    pub renderer_key_file: Option<Secret>,
 
     /// How often one answer may resume on another worker after its worker was lost; 0: the answer ends with an error event. An answer that
     /// fails more often than the default is probably itself the reason that workers fail
@@ -68,6 +81,7 @@ impl FrontendArgs {
         let connections = Connections { all: limits.max_connections, per_address: limits.max_connections_per_address };
         let connections = files::within_limit(connections);
         FrontendSettings {
+            renderers: self.renderers.iter().map(|text| renderer(text, self.renderer_key_file.as_ref())).collect(),
             cors_origins: tenants.cors_origin.clone(),
             concurrent_sequences: sequences_max as usize,
             sequences_per_client: limits.sequences_per_client(sequences_max),
@@ -91,6 +105,13 @@ impl FrontendArgs {
             ..FrontendSettings::new("", model)
         }
     }
+}
+
+/// Returns the renderer that `[MODEL=]URL` stands for.
+fn renderer(text: &str, key: Option<&Secret>) -> Renderer {
+    let of_model = text.split_once('=').filter(|(model, _)| !model.contains("://"));
+    let (models, url) = of_model.map_or((Vec::new(), text), |(model, url)| (vec![model.to_owned()], url));
+    Renderer { models, url: url.to_owned(), key: key.cloned(), ca: None }
 }
 
 /// A model that a frontend serves besides that of `--model`.

@@ -206,6 +206,7 @@ fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
         kv,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     }
 }
 

@@ -24,6 +24,29 @@ fn overlap_includes_only_blocks_that_a_worker_may_reuse() {
     scenario.assert_idle();
 }
 
+#[test]
+fn prompt_with_images_is_computed_by_a_decode_worker_that_accepts_images() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 2);
+    let reads_images = WorkerInfo { accepts_images: true, ..info(worker_info::Role::Decode, "d2") };
+    scenario.join(reads_images).expect("it agrees with the other members");
+    scenario.stored("d0", &hashes(1, 0, 10));
+    let text = scenario.request(161, hashes(1, 0, 10));
+    let images = PlacementRequest { has_images: true, ..text.clone() };
+    for _ in 0..3 {
+        let (booking, placement) = scenario.place(&images);
+        let decode = placement.decode.and_then(|candidate| candidate.worker).expect("a worker is placed");
+        assert_eq!((&*decode.worker_id, placement.prefill), ("d2", None));
+        scenario.state.release(booking);
+    }
+    let (booking, placement) = scenario.place(&text);
+    assert!(placement.prefill.is_some(), "a text is placed as before");
+    scenario.state.release(booking);
+    let failed: BTreeSet<_> = ["d2-1".into()].into();
+    let refused = scenario.state.place(&images, &Excluded { suspect: failed.clone(), failed }, 2);
+    assert!(refused.is_err(), "no other worker accepts images");
+    scenario.assert_idle();
+}
+
 #[tokio::test(start_paused = true)]
 async fn time_that_a_decode_worker_spends_on_local_prefills_is_estimated() {
     for (place, expected) in [(PrefillPlace::Local, 0.5), (PrefillPlace::Remote, 0.0)] {

@@ -261,7 +261,7 @@ fn offload_events_keep_blocks_known_in_their_tier() {
     let blocks = |from: u64, medium: &str| (from..5).map(|hash| stored(hash, medium, hash * 4 - 4..hash * 4, &[])).collect();
     let mut found = |events: Vec<Value>| {
         mirror.apply(&decode(&batch_of(events)).unwrap().events);
-        mirror.cached_prefix(&namespace, &prompt)
+        mirror.cached_prefix(&namespace, &prompt, &[])
     };
     assert_eq!(found(blocks(1, "GPU")), [4, 0, 0, 0]);
     assert_eq!(found(blocks(1, "CPU")), [4, 0, 0, 0]);
@@ -281,20 +281,33 @@ fn offload_events_keep_blocks_known_in_their_tier() {
 }
 
 #[test]
-fn extra_key_besides_the_name_of_the_lora_is_the_cache_salt() {
+fn extra_keys_are_the_name_of_the_lora_then_images_then_the_cache_salt() {
     let keys = |keys: Vec<Value>| Value::Array(keys);
-    let (image, lora, salt) = (Value::Array(vec!["image".into(), 3.into()]), Value::from("lora"), Value::from("salt"));
+    let (id, lora, salt) = (ImageId([7; 32]), Value::from("lora"), Value::from("salt"));
+    let pair = |id: &str, offset: Value| Value::Array(vec![id.into(), offset]);
+    let image = pair(&id.to_string(), 3.into());
     let of_salt = || ExtraKeys::Text("salt".to_owned());
+    let images = |salt: Option<&str>, at: &[usize]| ExtraKeys::Images {
+        salt: salt.map(str::to_owned),
+        images: at.iter().map(|at| ImageStart { at: *at, id }).collect(),
+    };
     for (value, name, expected) in [
         (Value::Nil, None, ExtraKeys::None),
         (keys(vec![]), None, ExtraKeys::None),
         (keys(vec![salt.clone()]), None, of_salt()),
         (keys(vec![lora.clone(), salt.clone()]), None, ExtraKeys::Other),
-        (keys(vec![image.clone()]), None, ExtraKeys::Other),
-        (keys(vec![image.clone(), salt.clone()]), None, ExtraKeys::Other),
+        (keys(vec![image.clone()]), None, images(None, &[3])),
+        (keys(vec![image.clone(), image.clone(), salt.clone()]), None, images(Some("salt"), &[3, 3])),
+        (keys(vec![pair(&id.to_string(), (-5).into())]), None, images(None, &[])),
+        (keys(vec![image.clone(), salt.clone(), salt.clone()]), None, ExtraKeys::Other),
+        (keys(vec![salt.clone(), image.clone()]), None, ExtraKeys::Other),
+        (keys(vec![image.clone(), 7.into()]), None, ExtraKeys::Other),
+        (keys(vec![image.clone(), pair("an identity of another client", 3.into())]), None, ExtraKeys::Other),
+        (keys(vec![pair(&id.to_string(), "3".into())]), None, ExtraKeys::Other),
+        (keys(vec![Value::Array(vec![])]), None, ExtraKeys::Other),
         (keys(vec![lora.clone(), salt.clone()]), Some("lora"), of_salt()),
         (keys(vec![lora.clone()]), Some("lora"), ExtraKeys::None),
-        (keys(vec![lora, image]), Some("lora"), ExtraKeys::Other),
+        (keys(vec![lora, image]), Some("lora"), images(None, &[3])),
         (keys(vec![salt]), Some("lora"), ExtraKeys::Other),
         (Value::Nil, Some("lora"), ExtraKeys::Other),
     ] {

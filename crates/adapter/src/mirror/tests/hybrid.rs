@@ -124,7 +124,7 @@ proptest! {
             }
             for block in 0..PARENTS.len() {
                 let path = path(block);
-                let promised = mirror.cached_prefix(&namespace(), &tokens_of(&path));
+                let promised = mirror.cached_prefix(&namespace(), &tokens_of(&path), &[]);
                 prop_assert_eq!(promised[0] as usize, K * usable(&held, &path), "blocks {:?} of {:?}", path, held);
             }
             let reported: HashSet<_> = mirror.snapshot().stored.into_iter().flat_map(|chain| chain.sequence_hashes).collect();
@@ -149,13 +149,13 @@ fn prefix_is_reusable_only_if_the_window_at_its_end_is_cached() {
         })
     };
     mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3, 4, 5], prompt.clone()))]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt)[0] as usize, 5 * K, "the model may have one group only");
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt, &[])[0] as usize, 5 * K, "the model may have one group only");
     mirror.apply(&[window(&[4, 5])]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt)[0] as usize, 5 * K);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt[..4 * ENGINE_BLOCK])[0], 0, "block 3 is not kept");
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt, &[])[0] as usize, 5 * K);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt[..4 * ENGINE_BLOCK], &[])[0], 0, "block 3 is not kept");
     assert!(reports(&mirror, all[5 * K - 1].reuse_point()) && !reports(&mirror, all[4 * K - 1].reuse_point()));
     mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes: vec![number(4)], tier: Ok(Tier::Device), group: Some(1) })]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt)[0], 0);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt, &[])[0], 0);
     assert_eq!(mirror.cached_blocks(), 5 * K, "the blocks themselves are still cached");
 }
 
@@ -171,7 +171,7 @@ fn cache_hit_counts_only_the_blocks_that_a_window_needs() {
     let full = || EngineEvent::Stored(first_blocks(&[1, 2, 3, 4, 5], prompt.clone()));
     mirror.apply(&[window(&[4, 5]), full()]);
     let promised = |mirror: &Mirror| -> Vec<usize> {
-        let until = |blocks: usize| mirror.cached_prefix(&namespace(), &prompt[..blocks * ENGINE_BLOCK])[0] as usize / K;
+        let until = |blocks: usize| mirror.cached_prefix(&namespace(), &prompt[..blocks * ENGINE_BLOCK], &[])[0] as usize / K;
         (1..=5).map(until).collect()
     };
     assert_eq!(promised(&mirror), [0, 0, 0, 0, 5]);
@@ -196,7 +196,7 @@ fn order_of_the_groups_events_does_not_matter() {
         let mut mirror = mirror();
         mirror.apply(&events);
         for blocks in 1..=5 {
-            let cached = mirror.cached_prefix(&namespace(), &prompt[..blocks * ENGINE_BLOCK]);
+            let cached = mirror.cached_prefix(&namespace(), &prompt[..blocks * ENGINE_BLOCK], &[]);
             assert_eq!(cached[0] as usize, blocks * K, "a new prompt is held as a whole");
         }
     }

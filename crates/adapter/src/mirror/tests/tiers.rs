@@ -18,10 +18,10 @@ fn block_in_host_memory_stays_routable_when_the_device_evicts_the_block() {
     let on_device: Vec<_> = hashes(&prompt).into_iter().map(|hash| hash.in_tier(Tier::Device)).collect();
     let dropped = on_device[2..].iter().rev().copied().collect();
     assert_eq!(changes(&mut mirror), [Change::Removed(dropped)], "only the device's chain becomes shorter");
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), [2, 4, 0, 0]);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt, &[]), [2, 4, 0, 0]);
     // Block 2 is in no tier now, so block 3 cannot be used.
     mirror.apply(&[removed_from(2, Tier::Host)]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), [2, 0, 0, 0]);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt, &[]), [2, 0, 0, 0]);
     assert_eq!(mirror.cached_blocks(), K);
     mirror.apply(&[on_host(&[9])]);
     assert_eq!(mirror.unroutable().block_size, 1);
@@ -46,7 +46,7 @@ fn chains_of_the_tiers_begin_with_the_first_block_outside_of_the_device_and_end_
     assert_eq!((mirror.tier_blocks(), changes(&mut mirror)), ([4, 0, 0, 2], begun.to_vec()));
     assert_eq!(mirror.cached_blocks(), 2 * K);
     mirror.apply(&[removed_from(1, Tier::Device)]);
-    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), [0, 0, 0, 2 + 2]);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt, &[]), [0, 0, 0, 2 + 2]);
     mirror.apply(&[EngineEvent::Cleared]);
     assert_eq!((mirror.tier_blocks(), mirror.snapshot().stored), ([0; 4], Vec::new()));
 }

@@ -31,7 +31,10 @@ fn recorded_events_are_decoded() {
     let last = reader.chunk(LAST.as_bytes()).expect("the recorded event is valid");
     let top = vec![TokenLogprob { token: 9, logprob: -1.0 }];
     assert_eq!(last.tokens, [(30, Some(TokenLogprobs { logprob: -1.5, top }))]);
-    assert_eq!((last.finish, last.usage), (Some(Finish::Stop), Some(EngineUsage { cached_tokens: Some(64) })));
+    assert_eq!(
+        (last.finish, last.usage),
+        (Some(Finish::Stop), Some(EngineUsage { cached_tokens: Some(64), prompt_tokens: None }))
+    );
 }
 
 #[test]
@@ -55,10 +58,7 @@ fn cumulative_and_incremental_events_give_the_same_tokens() {
 fn aborted_requests_end_with_the_tokens_that_they_have() {
     let mut aborted = reader(None, &[]);
     let chunk = aborted.chunk(ABORTED.as_bytes()).expect("the recorded event is valid");
-    assert_eq!(
-        (chunk.finish, chunk.counted, chunk.usage),
-        (Some(Finish::Aborted), None, Some(EngineUsage { cached_tokens: None }))
-    );
+    assert_eq!((chunk.finish, chunk.counted, chunk.usage), (Some(Finish::Aborted), None, Some(EngineUsage::default())));
     let abort = json!({ "type": "abort", "message": "Aborted", "status_code": null, "err_type": null });
     aborted.chunk(&event(&[1, 2], 2, &Value::Null)).expect("the event is valid");
     let chunk = aborted.chunk(&event(&[2], 2, &abort)).expect("the event is valid");

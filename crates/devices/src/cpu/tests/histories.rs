@@ -101,6 +101,7 @@ fn generate(request: &Request, vocab: u32) -> Generate {
         kv: KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
+        images: [].into(),
     }
 }
 
