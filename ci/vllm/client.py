@@ -131,6 +131,18 @@ class Client:
                     if on_chunk:
                         on_chunk(answer)
 
+    def post(self, path, body):
+        """Returns the status, and the JSON of the answer or of each event of a streamed answer."""
+        with contextlib.closing(http.client.HTTPConnection(self.address, timeout=TIMEOUT_SECONDS)) as connection:
+            connection.request("POST", path, json.dumps(body), self.headers | {"x-tandem-details": "true"})
+            response = connection.getresponse()
+            text = response.read().decode()
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+            assert events and events[-1] == "[DONE]", f"the stream ended without [DONE]: {text[-300:]}"
+            return response.status, [json.loads(event) for event in events[:-1]]
+        return response.status, json.loads(text)
+
     def get(self, path):
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=30)) as connection:
             connection.request("GET", path)
@@ -140,10 +152,10 @@ class Client:
     def metric(self, name, **labels):
         return metric(self.get("/metrics")[1], name, **labels)
 
-    def explain(self, prompts):
+    def explain(self, prompts, model=MODEL):
         """Returns where Tandem would place each prompt of token ids now: workers with their overlap, by name."""
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=60)) as connection:
-            body = json.dumps({"model": MODEL, "prompt": prompts, "max_tokens": 1})
+            body = json.dumps({"model": model, "prompt": prompts, "max_tokens": 1})
             connection.request("POST", "/v1/completions", body, self.headers | {"x-tandem-explain": "true"})
             response = connection.getresponse()
             answer = json.loads(response.read())

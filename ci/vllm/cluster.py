@@ -99,9 +99,9 @@ class Tandem:
         self.ledgers.append(self.stage.folder / f"{name}.ledger")
         return ("--ledger", self.ledgers[-1])
 
-    def up(self, name, engines, prefill=(), *flags):
-        """Starts `tandem up` in front of engines that run, and returns a client of its frontend. Its workers are decode-0, decode-1, … and
-        prefill-0, …, in the order of the engines."""
+    def up(self, name, engines, prefill=(), *flags, ranks=1):
+        """Starts `tandem up` in front of engines that run, each with so many ranks, and returns a client of its frontend. Its workers are decode-0,
+        decode-1, … and prefill-0, …, in the order of the engines and of their ranks."""
         listen = f"127.0.0.1:{free_port()}"
         urls = ["--engine-url", ",".join(engine.url for engine in engines)]
         if prefill:
@@ -110,7 +110,7 @@ class Tandem:
         self.start(name, "up", "--engine", engines[0].kind, "--listen", listen, *urls, *CONCURRENT, *PATIENT, *self.ledger(name), *flags)
         client = Client(listen)
         self.ready(client, name)
-        workers = len(engines) + len(prefill)
+        workers = (len(engines) + len(prefill)) * ranks
         wait_until(f"{workers} workers joined", lambda: client.metric("tandem_router_workers", state="joined") == workers, READY_SECONDS)
         return client
 

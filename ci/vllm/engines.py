@@ -39,7 +39,8 @@ START_SECONDS = 600
 class Layout:
     """The engines of a scenario: with `transfer` (NIXL) they can pull KV from each other; `dev` adds /reset_prefix_cache and /server_info.
 
-    `model` is the model's folder in FOLDER, `blocks` the number of KV blocks, and `options` are further arguments of vLLM.
+    `model` is the model's folder in FOLDER, `blocks` the number of KV blocks, `ranks` the number of data-parallel ranks of each engine, and
+    `options` are further arguments of vLLM, in which FOLDER stands for the folder.
     """
 
     engines: tuple = ("mixed-a", "mixed-b")
@@ -48,10 +49,13 @@ class Layout:
     model: str = "model"
     blocks: int = BLOCKS
     max_model_len: int = MAX_MODEL_LEN
+    ranks: int = 1
     options: tuple = ()
 
 
 HYBRID = {"engines": ("hybrid",), "model": "hybrid", "blocks": 300, "max_model_len": 1000}
+# Three LoRAs, of which two fit into a batch.
+LORAS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "3")
 LAYOUTS = {
     "p+d": Layout(("prefill", "decode"), transfer=True),
     "mixed": Layout(),
@@ -63,6 +67,9 @@ LAYOUTS = {
         max_model_len=2048,
         options=("--limit-mm-per-prompt", '{"image": 4, "video": 0}', "--skip-mm-profiling", "--distributed-executor-backend", "uni"),
     ),
+    # An abort reaches the engine only through the API process that runs the request, so there is only one.
+    "ranks": Layout(("ranks",), ranks=2, options=("--data-parallel-size", "2", "--api-server-count", "1")),
+    "loras": Layout(("prefill", "decode"), transfer=True, options=(*LORAS, "--lora-modules", "alpha=FOLDER/loras/alpha")),
     "hybrid_everywhere": Layout(**HYBRID, options=("--prefix-cache-retention-interval", "None")),
 }
 
@@ -100,7 +107,7 @@ class Engine:
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.layout.max_model_len), "--max-num-seqs", "16"]
         command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(self.layout.blocks), "--enable-prefix-caching"]
         command += ["--enable-scale-out", "--kv-events-config", json.dumps(events)]
-        command += self.layout.options
+        command += [option.replace("FOLDER", str(self.folder)) for option in self.layout.options]
         command += ["--enable-prompt-tokens-details"] if self.reports_cached else []
         if self.layout.transfer:
             extra = {"kv_lease_duration": LEASE_SECONDS}
@@ -127,6 +134,7 @@ class Engine:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel),
             "VLLM_SERVER_DEV_MODE": "1" if self.layout.dev else "0",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if "--enable-lora" in self.layout.options else "0",
             "UCX_TLS": "sm,tcp,self",
             "UCX_NET_DEVICES": "lo",
         }
@@ -233,17 +241,16 @@ class Engine:
 
     def get(self, path):
         with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as response:
-            body = response.read()
-        return json.loads(body) if "json" in (response.headers["content-type"] or "") else body.decode()
+            return content(response)
 
     def post(self, path, body, headers=None, timeout=120):
-        """Returns the status and the JSON answer."""
+        """Returns the status and the answer."""
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})})
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
-                return response.status, json.loads(response.read() or b"null")
+                return response.status, content(response)
         except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read() or b"null")
+            return error.code, content(error)
 
     def generate(self, token_ids, *, cache_salt=None, kv_transfer_params=None, **sampling_params):
         """Returns the answer of the endpoint that takes token ids. By default it is greedy and ignores the end of the sequence."""
@@ -260,9 +267,9 @@ class Engine:
         assert status == 200, answer
         return answer["tokens"]
 
-    def event_sources(self):
-        """Returns the addresses at which the engine publishes its KV events and replays them."""
-        source = self.get("/kv_event_sources")["0"]
+    def event_sources(self, rank=0):
+        """Returns the addresses at which a rank of the engine publishes its KV events and replays them."""
+        source = self.get("/kv_event_sources")[str(rank)]
         return source["endpoint"], source["replay_endpoint"]
 
     def metric(self, name, **labels):
@@ -279,7 +286,7 @@ class Engines:
         self.by_name = {name: engine(name, folder, run, layout) for name in layout.engines}
 
     def __enter__(self):
-        needed, available = MEMORY_PER_ENGINE_BYTES * len(self.by_name), memory_available()
+        needed, available = MEMORY_PER_ENGINE_BYTES * len(self.by_name) * self.layout.ranks, memory_available()
         if available < needed:
             raise EngineFailed(f"{len(self.by_name)} engines need {needed >> 30} GiB of free memory; {available / (1 << 30):.1f} GiB are free")
         started = time.monotonic()
@@ -304,6 +311,12 @@ class Engines:
 
     def __iter__(self):
         return iter(self.by_name.values())
+
+
+def content(response):
+    """Returns an answer's JSON, or its text."""
+    body = response.read()
+    return json.loads(body or b"null") if "json" in (response.headers["content-type"] or "") else body.decode()
 
 
 def metric(text, name, **labels):

@@ -82,11 +82,11 @@ impl DecodeEnd {
             Self::Invalid(_)
             | Self::UnsignedAddress
             | Self::NoKvExchange
-            | Self::NotServed(_)
             | Self::Refused(Refusal::Unsupported(_))
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (FailureReason::InvalidRequest, this),
+            Self::NotServed(_) | Self::Refused(Refusal::Unloaded(_)) => (FailureReason::ModelNotServed, this),
             // The engine has not run this request, so the request is not the cause.
             Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => (FailureReason::Unspecified, this),
             Self::Engine | Self::Hung => (FailureReason::EngineFailed, this),

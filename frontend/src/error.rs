@@ -145,6 +145,7 @@ impl ApiError {
             Self::ClientLimit { .. } => limited(Some(1)),
             Self::Dispatch(error) => match error {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
+                DispatchError::NotServed => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
                 DispatchError::Overloaded { retry_after } => {
                     Parts { retry_after: Some(seconds(*retry_after)), ..unavailable("overloaded") }
                 }

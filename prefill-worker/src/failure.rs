@@ -93,10 +93,10 @@ impl PrefillEnd {
             | Self::TooLong
             | Self::UnknownToken
             | Self::Sampling(_)
-            | Self::NotServed(_)
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => FailureReason::InvalidRequest,
+            Self::NotServed(_) | Self::Refused(Refusal::Unloaded(_)) => FailureReason::ModelNotServed,
             // The engine has not run this request, so the request is not the cause.
             Self::OtherPrompt | Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => FailureReason::Unspecified,
             Self::Engine | Self::Hung => FailureReason::EngineFailed,

@@ -21,6 +21,7 @@ impl FailureReason {
             Self::Overloaded => "overloaded",
             Self::Starting => "starting",
             Self::WorkerEnded => "worker_ended",
+            Self::ModelNotServed => "model_not_served",
         }
     }
 

@@ -46,6 +46,7 @@ pub(crate) fn is_fault(reason: FailureReason) -> bool {
         Reason::AtCapacity
         | Reason::WrongInstance
         | Reason::InvalidRequest
+        | Reason::ModelNotServed
         | Reason::Draining
         | Reason::WriteRefused
         | Reason::NoWorker

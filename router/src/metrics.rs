@@ -242,15 +242,20 @@ impl PrefixSeries {
 impl WorkerSeries {
     /// Exports the constants of the worker that joins.
     pub(crate) fn describe(&self, info: &WorkerInfo) {
-        let worker = ("worker", info.worker_id.as_str());
-        let constant = |name, help, labels: &[_], value| self.exported.gauge(name, help, labels).set(value);
-        let help = "1 for each worker and each model that it serves.";
-        for model in std::iter::once(&info.model).chain(&info.loras) {
-            constant("tandem_router_worker_info", help, &[worker, ("model", model)], 1.0);
-        }
+        self.show_models(info, 1.0);
         let help =
             "1 if the index of the worker is assumed from the prompts routed to it, because its engine publishes no KV events.";
-        constant("tandem_router_index_approximate", help, &[worker], f64::from(u8::from(info.approximate_index)));
+        let approximate = self.exported.gauge("tandem_router_index_approximate", help, &[("worker", &info.worker_id)]);
+        approximate.set(f64::from(u8::from(info.approximate_index)));
+    }
+
+    /// Exports whether the worker serves these models: 1, or 0 for a LoRA that it does not serve any more.
+    pub(crate) fn show_models(&self, info: &WorkerInfo, served: f64) {
+        let help = "1 for each worker and each model that it serves.";
+        for model in std::iter::once(&info.model).chain(&info.loras) {
+            let labels = [("worker", &*info.worker_id), ("model", model)];
+            self.exported.gauge("tandem_router_worker_info", help, &labels).set(served);
+        }
     }
 
     /// Exports the time that loading a token from a tier takes.

@@ -25,6 +25,8 @@ pub(crate) enum CacheUpdate {
     Snapshot(Snapshot),
     /// The batch's events are applied first, then its load is recorded.
     Batch { batch: Box<KvBatch>, stats: ReportedStats, sent_unix_us: u64 },
+    /// The cache does not change, but the worker serves these LoRAs from now on.
+    Loras(Vec<String>),
 }
 
 /// The fields of a reported load that `tandem_kv::Load` does not have. Counters are `None` if the worker does not report them.
@@ -126,6 +128,7 @@ impl KvSubscription {
                 }
                 self.take_batch(batch, now)
             }
+            Some(Message::Loras(loras)) => Ok(CacheUpdate::Loras(loras.names)),
             None => {
                 unknown_message("Watch");
                 Ok(CacheUpdate::None)

@@ -274,6 +274,13 @@ impl WorkerConnection<'_> {
         let cluster = &self.remote.cluster;
         let has_events = match update {
             CacheUpdate::None => false,
+            CacheUpdate::Loras(loras) => {
+                self.info.loras = loras;
+                if let Some(id) = self.member {
+                    cluster.lock().set_loras(id, &self.info)?;
+                }
+                false
+            }
             CacheUpdate::Snapshot(snapshot) => {
                 self.replace(&snapshot).await?;
                 true

@@ -295,9 +295,7 @@ async fn loras_of_a_server_are_models_with_separate_caches() -> Result<()> {
     let mut fleet = Fleet::with(1, |settings| settings.loras = vec!["sql".to_owned(), "poem".to_owned()]).await?;
     fleet.engines.push(FakeVllm::start(FakeSettings { loras: Vec::new(), ..fleet.settings.clone() }).await?);
     let cluster = Cluster::start(fleet.settings()).await?;
-    let listed: Value = reqwest::get(format!("http://{}/v1/models", cluster.frontend)).await?.json().await?;
-    let ids: Vec<_> = listed["data"].as_array().context("the value is not a list")?.iter().map(|model| &model["id"]).collect();
-    assert_eq!(ids, ["fake", "sql", "poem"]);
+    assert_eq!(listed(&cluster).await?, ["fake", "poem", "sql"]);
     let text = "a prompt of several blocks ".repeat(5);
     let reusable = (text.len() as u64 - 1) / 32 * 32;
     for cached in [0, reusable] {
@@ -316,12 +314,81 @@ async fn loras_of_a_server_are_models_with_separate_caches() -> Result<()> {
     assert!(refused.starts_with("404") && refused.contains("model_not_found"), "{refused}");
 
     fleet.engines[0].unload_lora("sql");
-    let refused = complete_with(&cluster, "sql", &text)
-        .await
-        .err()
-        .context("a LoRA that the server has unloaded was not refused")?
-        .to_string();
-    assert!(refused.starts_with("400") && refused.contains("does not serve the LoRA"), "{refused}");
+    cluster.stop().await;
+    Ok(())
+}
+
+async fn listed(cluster: &Cluster) -> Result<Vec<Value>> {
+    let listed: Value = reqwest::get(format!("http://{}/v1/models", cluster.frontend)).await?.json().await?;
+    Ok(listed["data"].as_array().context("the value is not a list")?.iter().map(|model| model["id"].clone()).collect())
+}
+
+async fn until_listed(cluster: &Cluster, expected: &[&str]) -> Result<()> {
+    let all = until("the list has changed", async || Ok(listed(cluster).await? == expected));
+    timeout(Duration::from_secs(5), all).await.context("the list did not change within 5 s")?
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn loras_that_a_server_loads_and_unloads_are_served_meanwhile() -> Result<()> {
+    let fleet = Fleet::start(2).await?;
+    let [one, two] = &fleet.engines[..] else { anyhow::bail!("the number of servers is not two") };
+    let cluster = Cluster::start(fleet.settings()).await?;
+    let instances = (instance(&cluster, "decode-0").await?, instance(&cluster, "decode-1").await?);
+    let text = "a prompt of several blocks ".repeat(5);
+    let reusable = (text.len() as u64 - 1) / 32 * 32;
+    let refused = async || {
+        let answered = complete_with(&cluster, "sql", &text).await;
+        let refused = answered.err().context("a LoRA that no server has was not refused")?.to_string();
+        anyhow::ensure!(refused.starts_with("404") && refused.contains("model_not_found"), "{refused}");
+        anyhow::Ok(())
+    };
+    complete(&cluster, &text).await?;
+    refused().await?;
+
+    one.load_lora("sql");
+    until_listed(&cluster, &["fake", "sql"]).await?;
+    for cached in [0, reusable] {
+        let answer = complete_with(&cluster, "sql", &text).await?;
+        assert_eq!(answer["choices"][0]["text"], continuation_of("sql", &text, 6));
+        assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], cached);
+        indexed(&cluster, &fleet).await?;
+    }
+    let of_lora = |engine: &FakeVllm| engine.seen().iter().filter(|body| body["model"] == "sql").count();
+    assert_eq!([of_lora(one), of_lora(two)], [2, 0], "only one of the servers has the LoRA");
+
+    // Until the router knows that the server has unloaded the LoRA, requests are refused by the server, or computed by another one.
+    two.load_lora("sql");
+    until("the router knows the second server's LoRA", async || {
+        let workers = view(&cluster).await?.workers.into_iter().filter_map(|worker| worker.info);
+        Ok(workers.filter(|info| info.loras == ["sql"]).count() == 2)
+    })
+    .await?;
+    one.unload_lora("sql");
+    let answer = complete_with(&cluster, "sql", &text).await?;
+    assert_eq!((of_lora(two), &answer["choices"][0]["text"]), (1, &json!(continuation_of("sql", &text, 6))));
+    two.unload_lora("sql");
+    refused().await?;
+    until_listed(&cluster, &["fake"]).await?;
+    refused().await?;
+    assert_eq!((instance(&cluster, "decode-0").await?, instance(&cluster, "decode-1").await?), instances, "nothing restarted");
+    assert_eq!(complete(&cluster, &text).await?["usage"]["prompt_tokens_details"]["cached_tokens"], reusable);
+    cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lora_with_a_tokenizer_of_its_own_stays_listed_while_no_server_has_it() -> Result<()> {
+    let fleet = Fleet::with(1, |settings| settings.loras = vec!["sql".to_owned()]).await?;
+    let mut settings = fleet.settings();
+    let own = format!("sql={}", fleet.folder.path().display());
+    settings.frontend.extra_models = vec![own.parse().map_err(anyhow::Error::msg)?];
+    let cluster = Cluster::start(settings).await?;
+    complete_with(&cluster, "sql", "a prompt").await?;
+    fleet.engines[0].unload_lora("sql");
+    let refused =
+        async || Ok(complete_with(&cluster, "sql", "a prompt").await.err().is_some_and(|why| why.to_string().starts_with("503")));
+    until("the router knows that no server has the LoRA", refused).await?;
+    assert_eq!(listed(&cluster).await?, ["fake", "sql"]);
     cluster.stop().await;
     Ok(())
 }

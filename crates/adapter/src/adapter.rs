@@ -1,6 +1,6 @@
 //! The back end of a worker whose engine is another process.
 
-use crate::{api::Api, job, shared::AdapterState};
+use crate::{api::Api, job, served::Loras, shared::AdapterState};
 use std::sync::Arc;
 use tandem_engine::{EngineInfo, Generate, KvSource, Prefill, Refusal};
 use tandem_grammar::Kind;
@@ -28,9 +28,16 @@ pub struct Adapter {
     pub(crate) shared: Arc<AdapterState>,
     pub(crate) api: Arc<dyn Api>,
     pub(crate) exchange: EngineExchange,
-    pub(crate) loras: Arc<[String]>,
+    pub(crate) loras: Arc<Loras>,
     pub(crate) accepts_images: bool,
     pub(crate) hung: watch::Receiver<bool>,
+}
+
+impl Adapter {
+    /// Sets the name under which the worker serves the base model, if it is not the server's name. A LoRA of this name is not served.
+    pub fn serve_as(&self, name: &str) {
+        self.loras.serve_as(name);
+    }
 }
 
 #[tonic::async_trait]
@@ -96,8 +103,12 @@ impl Backend for Adapter {
         self.shared.approximate
     }
 
-    fn loras(&self) -> &[String] {
-        &self.loras
+    fn loras(&self) -> Arc<[String]> {
+        self.loras.names()
+    }
+
+    async fn loras_changed(&self, known: &Arc<[String]>) {
+        self.loras.changed(known).await;
     }
 
     fn accepts_images(&self) -> bool {

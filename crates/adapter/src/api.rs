@@ -154,6 +154,9 @@ pub(crate) enum EngineFailure {
     /// The engine can never serve this request.
     #[error("the engine refuses the request: {0}")]
     Invalid(String),
+    /// The engine has unloaded the LoRA that the request names.
+    #[error("the engine does not serve the LoRA {0:?} any more")]
+    Unloaded(String),
     /// The engine refuses all calls of the adapter, for example because its key is wrong.
     #[error("the engine does not accept calls from this worker (HTTP {status}): {message}; check its address, key and version")]
     Denied { status: u16, message: String },
@@ -176,6 +179,7 @@ impl EngineFailure {
             Self::Invalid(message) => {
                 Some(Refusal::Unsupported(Cow::Owned(format!("the engine refuses the request: {message}"))))
             }
+            Self::Unloaded(lora) => Some(Refusal::Unloaded(lora.clone())),
             Self::Denied { .. } | Self::Protocol(_) => Some(Refusal::Unusable(Cow::Owned(self.to_string()))),
             Self::Connection(error) if error.cannot_have_ended_the_server() => {
                 Some(Refusal::Unusable(Cow::Owned(error_chain(error))))

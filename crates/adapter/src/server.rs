@@ -8,6 +8,7 @@ use crate::{
     failure,
     http::{ClientError, EngineHttp, HttpError},
     mirror::WrongBlockSize,
+    served::Loras,
     shared::AdapterState,
 };
 use futures::future::BoxFuture;
@@ -27,6 +28,9 @@ const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The time after which a warning says that the engine is still not ready.
 const REMINDER: Duration = Duration::from_secs(30);
+
+/// The time between two readings of the engine's LoRAs.
+const LORAS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time limit of a health check. A check without an answer is followed by another one.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
@@ -123,6 +127,14 @@ pub(crate) trait EngineServer: Send + Sync + 'static {
     /// # Errors
     /// Fails if the server does not answer, or if it reports that the engine has failed.
     async fn check_health(&self) -> Result<Instance, EngineFailure>;
+
+    /// Returns the names of the LoRAs that the server serves now.
+    ///
+    /// # Errors
+    /// Fails if the server does not answer, or answers with an error.
+    async fn loras(&self) -> Result<Vec<String>, EngineFailure> {
+        Ok(Vec::new())
+    }
 }
 
 pub(crate) struct ConnectedEngine {
@@ -149,18 +161,25 @@ impl Connected {
         server: Arc<S>,
         engine: ConnectedEngine,
         model: ModelDescription,
-        loras: Vec<String>,
+        loras: Arc<Loras>,
     ) -> Self {
         let ConnectedEngine { shared, exchange, instance, silence_max, events } = engine;
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
-        let adapter =
-            Adapter { shared: Arc::clone(&shared), api, exchange, loras: loras.into(), accepts_images: false, hung: is_hung };
+        let adapter = Adapter {
+            shared: Arc::clone(&shared),
+            api,
+            exchange,
+            loras: Arc::clone(&loras),
+            accepts_images: false,
+            hung: is_hung,
+        };
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,
                 ended = check_health(&*server, &instance, silence_max, &shared.engine_load, &hung) => ended,
                 () = publish_load(&shared) => EngineEnded::Gone,
+                () = follow_loras(&*server, &loras) => EngineEnded::Gone,
             };
             shared.end();
             ended
@@ -215,6 +234,17 @@ where
             reported = Instant::now();
         }
         sleep(backoff.next_delay()).await;
+    }
+}
+
+/// Reads again and again which LoRAs the server serves. Never returns.
+async fn follow_loras(server: &impl EngineServer, loras: &Loras) {
+    loop {
+        sleep(LORAS_INTERVAL).await;
+        match server.loras().await {
+            Ok(now) => loras.set(now),
+            Err(error) => tracing::debug!(error = %error_chain(&error), "the engine's LoRAs could not be read"),
+        }
     }
 }
 

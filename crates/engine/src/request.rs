@@ -194,6 +194,9 @@ pub enum Refusal {
     /// The request needs a feature that the engine does not support.
     #[error("{0}")]
     Unsupported(Cow<'static, str>),
+    /// The engine does not serve this model, a LoRA, any more.
+    #[error("the engine does not serve the LoRA {0:?} any more")]
+    Unloaded(String),
     /// The engine cannot be used, although other engines may serve the request: it cannot be reached, or does not speak the protocol. The request has
     /// not run.
     #[error("the engine cannot be used: {0}")]

@@ -52,10 +52,15 @@ pub trait Backend: Send + Sync + 'static {
         false
     }
 
-    /// Returns the names of the model's LoRAs, which never change. If the namespace of a job names a LoRA as its model, the back end computes the job
-    /// with that LoRA.
-    fn loras(&self) -> &[String] {
-        &[]
+    /// Returns the names of the LoRAs that the back end serves now: the same list until they change. If the namespace of a job names a LoRA as its
+    /// model, the back end computes the job with that LoRA.
+    fn loras(&self) -> Arc<[String]> {
+        Arc::default()
+    }
+
+    /// Resolves when [`Self::loras`] returns another list than `known`. Cancel-safe.
+    async fn loras_changed(&self, _known: &Arc<[String]>) {
+        std::future::pending().await
     }
 
     /// Returns the number of sequences that the back end computes at once; 0: not known. This never changes.

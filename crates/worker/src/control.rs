@@ -1,6 +1,6 @@
 //! The `Control` service: describes a worker, and streams its KV events and load.
 
-use crate::{CacheWatch, Disconnected, Replies, ReplySender, Worker, WorkerMetrics};
+use crate::{Backend, CacheWatch, Disconnected, Replies, ReplySender, Worker, WorkerMetrics};
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{KvBatch, Load};
@@ -11,7 +11,7 @@ use tandem_process::{
 use tandem_proto::{
     event_batch, snapshot_chunks,
     v1::{
-        DescribeRequest, FailureReason, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
+        DescribeRequest, FailureReason, Loras, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
         control_server::Control, watch_reply,
     },
 };
@@ -43,7 +43,7 @@ const REFUSAL_MAX: usize = 1_000;
 impl Control for ControlService {
     async fn describe(&self, request: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
         self.log_refusal(request.into_inner().refusal);
-        Ok(Response::new((*self.worker.info).clone()))
+        Ok(Response::new(self.worker.description()))
     }
 
     type WatchStream = Replies<WatchReply>;
@@ -51,10 +51,18 @@ impl Control for ControlService {
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let WatchRequest { instance_id, events_over_nats } = request.into_inner();
         self.admit(&instance_id)?;
-        let Worker { backend, metrics, shutdown, settings, .. } = self.worker.clone();
+        let Worker { first_loras, backend, metrics, shutdown, settings, .. } = self.worker.clone();
         let broker = settings.broker.clone().filter(|_| events_over_nats);
         let replies = self.worker.requests.start_background(|replies| async move {
-            let watcher = LoadWatcher { instance_id, metrics, replies, broker, without_snapshot: events_over_nats };
+            let watcher = LoadWatcher {
+                instance_id,
+                backend: Arc::clone(&backend),
+                first_loras,
+                metrics,
+                replies,
+                broker,
+                without_snapshot: events_over_nats,
+            };
             let error = tokio::select! {
                 // The branches are polled in this order, because a hung engine does not answer `watch`. While the engine hangs, every new
                 // stream ends with the error of `engine_hung`, so the router places no requests on this worker.
@@ -127,6 +135,9 @@ fn engine_ended() -> Status {
 
 struct LoadWatcher {
     instance_id: String,
+    backend: Arc<dyn Backend>,
+    /// The LoRAs of the instance when it started. The client may have read any later list.
+    first_loras: Arc<[String]>,
     metrics: Arc<WorkerMetrics>,
     replies: ReplySender<WatchReply>,
     /// The broker over which the client receives the events while the broker is connected; `None` if the stream carries all events.
@@ -148,6 +159,7 @@ impl LoadWatcher {
         // The content of the next heartbeat: the newest load and event id. Events and request ids are not repeated in a heartbeat.
         let mut newest = KvBatch { last_event_id: above, load, ..Default::default() };
         let mut sent = self.send(&newest, above).await?;
+        let mut loras = Arc::clone(&self.first_loras);
         loop {
             let wait = match (is_idle(&newest.load), is_idle(&sent.load)) {
                 _ if newest.load == sent.load => HEARTBEAT,
@@ -156,6 +168,11 @@ impl LoadWatcher {
             };
             tokio::select! {
                 biased;
+                () = self.backend.loras_changed(&loras) => {
+                    loras = self.backend.loras();
+                    let message = watch_reply::Message::Loras(Loras { names: loras.to_vec() });
+                    self.replies.send(WatchReply { message: Some(message) }).await?;
+                }
                 () = tokio::time::sleep_until(sent.at + wait) => sent = self.send(&newest, above).await?,
                 batch = batches.recv() => match batch {
                     Ok(batch) => {

@@ -78,8 +78,10 @@ pub struct NotServed(String);
 /// The state that the services of one worker share. It is cheap to clone.
 #[derive(Clone)]
 pub struct Worker {
-    /// The description of the worker that other processes read, with a new instance id.
+    /// The description of the worker at its start, with a new instance id. Only the LoRAs may change later: see [`Worker::description`].
     pub info: Arc<WorkerInfo>,
+    /// The LoRAs in `info`.
+    first_loras: Arc<[String]>,
     /// The back end that computes the requests.
     pub backend: Arc<dyn Backend>,
     /// The handles of the worker's metrics.
@@ -104,7 +106,7 @@ impl Worker {
         metrics: &Metrics,
         shutdown: Shutdown,
     ) -> Self {
-        let engine = backend.info();
+        let (engine, first_loras) = (backend.info(), backend.loras());
         let info = WorkerInfo {
             role: role.into(),
             worker_id: settings.worker_id.clone(),
@@ -123,7 +125,7 @@ impl Worker {
             cached_blocks_max: backend.cached_blocks_max(),
             sequences_max: backend.sequences_max(),
             step_tokens: backend.step_tokens(),
-            loras: backend.loras().to_vec(),
+            loras: first_loras.to_vec(),
             shared_store: backend.shared_store().to_owned(),
             needs_prefill_worker: backend.kv_exchange().computes_no_prompts(),
             accepts_images: backend.accepts_images(),
@@ -131,7 +133,12 @@ impl Worker {
         let ledger = settings.ledger.of(&settings.worker_id, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));
         let requests = Requests::new(shutdown.clone());
-        Self { info: info.into(), backend, metrics, requests, ledger, shutdown, settings: settings.into() }
+        Self { info: info.into(), first_loras, backend, metrics, requests, ledger, shutdown, settings: settings.into() }
+    }
+
+    /// Returns the description of the worker that other processes read.
+    pub fn description(&self) -> WorkerInfo {
+        WorkerInfo { loras: self.backend.loras().to_vec(), ..(*self.info).clone() }
     }
 
     /// Returns the model that a request's namespace names, or the worker's own model if the namespace names none.
@@ -140,9 +147,13 @@ impl Worker {
     /// Fails if the worker does not serve the model. If it computed the request with its own model, it would store the KV in the namespace of another
     /// model.
     pub fn model_of<'a>(&'a self, namespace: &'a Namespace) -> Result<&'a str, NotServed> {
-        let WorkerInfo { model: own, loras, .. } = &*self.info;
+        let own = &*self.info.model;
         let named = namespace.model().unwrap_or(own);
-        if named == own || loras.iter().any(|lora| lora == named) { Ok(named) } else { Err(NotServed(named.to_owned())) }
+        if named == own || self.backend.loras().iter().any(|lora| lora == named) {
+            Ok(named)
+        } else {
+            Err(NotServed(named.to_owned()))
+        }
     }
 
     /// Returns the message that reports a prompt's cached tokens. If `cached` is `None`, the message has no count, which is not the same as

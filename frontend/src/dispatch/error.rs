@@ -10,6 +10,9 @@ pub(crate) enum DispatchError {
     /// The request can never run on this cluster. The message of the worker or router says why, and what to change.
     #[error("The request cannot run here: {message}.")]
     Refused { message: String },
+    /// The workers on which the request was placed have unloaded the LoRA that it names.
+    #[error("The model does not exist any more; GET /v1/models lists the served models.")]
+    NotServed,
     /// The request would wait in the queue for longer than its limit. After `retry_after`, the wait is short enough, unless other requests
     /// come first.
     #[error("The first token would come later than this request may wait (--max-wait, x-max-wait), because the workers are busy or slow; try again in {} s.", seconds(*.retry_after))]
@@ -79,7 +82,7 @@ impl DispatchError {
 
     /// Whether the answer has failed, and was not refused because of the request itself or of the load.
     pub(crate) fn is_failure(&self) -> bool {
-        !matches!(self, Self::Refused { .. } | Self::Overloaded { .. })
+        !matches!(self, Self::Refused { .. } | Self::NotServed | Self::Overloaded { .. })
     }
 
     /// Whether no router has answered the request, as when the only router restarts. The same request may be placed a moment later.

@@ -223,11 +223,18 @@ impl Dispatcher {
             if reason == FailureReason::Overloaded {
                 work.wait_max = work.wait_max.map(|_| SHORT_WAIT);
             }
+            let not_served = reason == FailureReason::ModelNotServed;
+            if number >= last && not_served {
+                return Err(DispatchError::NotServed);
+            }
             if number >= last && reason != FailureReason::Overloaded {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason, worker: worker.to_owned() });
             }
             number += 1;
-            placement = booking.reroute(work.prompt, work.failed(&error)).await?;
+            placement = booking.reroute(work.prompt, work.failed(&error)).await.map_err(|none| match none {
+                DispatchError::NoWorker { .. } if not_served => DispatchError::NotServed,
+                none => none,
+            })?;
         }
     }
 }

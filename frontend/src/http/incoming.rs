@@ -217,7 +217,7 @@ impl Incoming {
         if self.admitted.call.key.as_ref().is_some_and(|key| !key.allows(model)) {
             return Err(ApiError::ModelNotAllowed { model: model.to_owned() });
         }
-        Ok(served.clone())
+        Ok(served)
     }
 
     /// Returns the model's prompt with these tokens. `index` is the prompt's position in the request; the prompt's id is made from it.

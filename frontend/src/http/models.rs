@@ -25,7 +25,7 @@ fn is_allowed(call: &OfCall, model: &str) -> bool {
 
 /// Lists the models that the request's key may use.
 pub(super) async fn list(State(app): State<Arc<App>>, call: OfCall) -> Json<Value> {
-    let allowed = app.models.iter().filter(|served| is_allowed(&call, &served.model.id));
+    let allowed = app.models.all().into_iter().filter(|served| is_allowed(&call, &served.model.id));
     let data: Vec<Value> = allowed.map(|served| describe(&app, &served.model)).collect();
     Json(json!({ "object": "list", "data": data }))
 }

@@ -63,6 +63,7 @@ impl App {
             let mut views = std::pin::pin!(self.dispatcher.routers.views());
             while found.0.iter().any(Result::is_err) {
                 let Some((_, view)) = views.next().await else { break };
+                view.iter().for_each(|view| self.models.add_loras(view));
                 found = found.or(self.judge(view.as_ref()));
             }
         }
@@ -103,10 +104,10 @@ impl App {
         loop {
             // All routers are checked, even while this process drains: a running request may have to be booked with a recovered router.
             let views: Vec<_> = self.dispatcher.routers.views().map(|(_, view)| view).collect().await;
-            for served in self.models.iter() {
-                let workers = views.iter().flatten().flat_map(|view| &view.workers);
-                served.learn(workers.filter_map(|worker| worker.info.as_ref()));
-            }
+            let answered: Vec<&WorkersReply> = views.iter().flatten().collect();
+            answered.iter().for_each(|view| self.models.add_loras(view));
+            self.models.remove_loras(&answered);
+            self.models.learn_from(&answered);
             let now = self.judge_all(views.iter().map(|view| self.judge(view.as_ref())));
             self.metrics.ready.set(f64::from(u8::from(now.of_any().is_ok())));
             for (at, (served, now)) in self.models.iter().zip(&now.0).enumerate() {

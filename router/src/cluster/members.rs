@@ -6,6 +6,7 @@
 //! an instance joins, its first report is assumed to include the booked load.
 
 mod candidate;
+mod models;
 mod prefix;
 
 use super::{
@@ -29,6 +30,7 @@ use crate::{
     subscription::{EventRoute, ReportedStats, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
+use models::models_of;
 use prefix::RemovedBy;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -175,13 +177,8 @@ impl ClusterMembers {
             if other.worker_id == info.worker_id {
                 return Err(JoinError::SameWorkerId { worker_id: info.worker_id.clone(), address: address.clone() });
             }
-            let own: BTreeSet<&str> = models_of(info).collect();
-            let in_common = models_of(other).filter(|model| own.contains(model));
-            let roles = in_common.map(|model| (model, use_of(model, info), use_of(model, other)));
-            if let Some((model, one, other)) = { roles }.find(|(_, one, other)| one != other) {
-                return Err(JoinError::Ambiguous { model: model.to_owned(), one, other });
-            }
         }
+        self.check_models(info)?;
         Ok(role)
     }
 
@@ -475,16 +472,6 @@ impl ClusterMembers {
             |instance_id: &str| self.of(instance_id).map(|member| member.bookings.unreported(&booking.key)).unwrap_or_default();
         LoadByRole { decode: on(&booking.decode), prefill: booking.prefill.as_deref().map(on).unwrap_or_default() }
     }
-}
-
-/// Returns the models that a worker serves: its own, then its LoRAs.
-fn models_of(info: &WorkerInfo) -> impl Iterator<Item = &str> {
-    std::iter::once(&*info.model).chain(info.loras.iter().map(String::as_str))
-}
-
-/// Returns a text for operators: whether the worker serves the model as its base model or as a LoRA.
-fn use_of(model: &str, info: &WorkerInfo) -> String {
-    if model == info.model { "a base model".to_owned() } else { format!("a LoRA of {}", info.model) }
 }
 
 impl Member {

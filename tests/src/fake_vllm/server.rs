@@ -245,6 +245,11 @@ impl FakeVllm {
         self.engine.ranks[0].publisher.as_ref()
     }
 
+    /// Loads a LoRA, as a call to `/v1/load_lora_adapter` does.
+    pub fn load_lora(&self, name: &str) {
+        self.engine.loras.lock().push(name.to_owned());
+    }
+
     /// Unloads a LoRA, as a call to `/v1/unload_lora_adapter` does.
     pub fn unload_lora(&self, name: &str) {
         self.engine.loras.lock().retain(|lora| lora != name);

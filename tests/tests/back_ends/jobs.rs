@@ -6,6 +6,9 @@ use std::collections::BTreeSet;
 use tandem_engine::{Generated, Refusal};
 use tandem_kv::sequence_hashes;
 
+/// The time within which a change of the server's LoRAs must be known.
+const LORAS_LIMIT: Duration = Duration::from_secs(5);
+
 fn on_device(tokens: u32) -> Option<Option<CachedTokens>> {
     Some(Some(CachedTokens::on_device(tokens)))
 }
@@ -133,13 +136,15 @@ async fn error_of_the_engine_fails_the_job() -> Result<()> {
     Ok(())
 }
 
-/// A request whose model is not the name of a LoRA is computed by the base model.
 #[tokio::test]
 async fn engine_receives_the_name_of_the_requested_lora() -> Result<()> {
     let fake = FakeSettings { loras: vec!["sql".to_owned()], ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
-    assert_eq!(adapter.loras(), ["sql"]);
-    for (model, lora) in [("sql", json!("sql")), ("fake", Value::Null), ("any name of the base model", Value::Null)] {
+    assert_eq!(*adapter.loras(), ["sql"]);
+    for (model, lora) in [("sql", json!("sql")), ("fake", Value::Null), ("another name", Value::Null)] {
+        if lora.is_null() {
+            adapter.serve_as(model);
+        }
         let request = Generate { namespace: Namespace::new(model, "", "", ""), ..generate(&prompt(1, 100), 1) };
         assert_eq!(run(&adapter, request).await?.cached, on_device(0), "{model}");
         assert_eq!(fake.seen().last().context("the engine did not receive the request")?["model"], lora, "{model}");
@@ -147,7 +152,35 @@ async fn engine_receives_the_name_of_the_requested_lora() -> Result<()> {
     fake.unload_lora("sql");
     let request = Generate { namespace: Namespace::new("sql", "", "", ""), ..generate(&prompt(1, 100), 1) };
     let report = run(&adapter, request).await?;
-    assert!(report.other[0].contains("does not serve the LoRA"), "{report:?}");
+    assert_eq!(report.other, [r#"Refused(Unloaded("sql"))"#]);
+    Ok(())
+}
+
+/// The request runs while its LoRA is unloaded, and ends as the engine ends it.
+#[tokio::test]
+async fn loras_are_those_that_the_server_lists_now() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
+    let change = async |change: &dyn Fn()| {
+        let known = adapter.loras();
+        change();
+        timeout(LORAS_LIMIT, adapter.loras_changed(&known)).await.context("the LoRAs did not change in time")?;
+        anyhow::Ok(adapter.loras())
+    };
+    assert_eq!(*change(&|| fake.load_lora("sql")).await?, ["sql"]);
+    let of = |model: &str| Generate { namespace: Namespace::new(model, "", "", ""), ..generate(&prompt(1, 100), 400) };
+    let mut running = adapter.generate(of("sql")).await?;
+    assert!(matches!(next(&mut *running).await?, Some(Event::Submitted)));
+    until("the engine runs the request", || fake.running() == 1).await?;
+    assert_eq!(*change(&|| fake.unload_lora("sql")).await?, [""; 0]);
+    assert_eq!(read(&mut *running).await?.finished, [(0, FinishReason::Length)]);
+    // A request that was accepted before the LoRA was unloaded must not be computed by the base model.
+    assert_eq!(run(&adapter, of("sql")).await?.other, [r#"Refused(Unloaded("sql"))"#]);
+
+    let long = "x".repeat(257);
+    adapter.serve_as("my model");
+    let listed = change(&|| ["my model", &long, "poem"].iter().for_each(|name| fake.load_lora(name))).await?;
+    assert_eq!(*listed, ["poem"], "the others are not usable names");
     Ok(())
 }
 

@@ -267,7 +267,7 @@ async fn each_rank_and_lora_of_the_server_is_addressed() -> Result<()> {
     let server = inspect(&settings(&fake)).await?;
     assert_eq!((&server.loras, server.ranks), (&loras, vec![(0, 16_384), (1, 16_384)]));
     assert_eq!((server.model.root.as_deref(), server.model.context_length), (Some("/models/fake"), 4_090));
-    assert_eq!((adapter.loras(), adapter.sequences_max(), adapter.assumes_cache()), (&*loras, 3, true));
+    assert_eq!((&*adapter.loras(), adapter.sequences_max(), adapter.assumes_cache()), (&*loras, 3, true));
     let of_lora = Generate { namespace: Namespace::new("sql", "", "", ""), ..generate(&prompt(1, 40), 1) };
     for request in [of_lora, generate(&prompt(1, 40), 1)] {
         run(&adapter, request).await?;

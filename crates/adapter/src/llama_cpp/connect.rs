@@ -101,7 +101,7 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
     let client = LlamaCppClient::new(http, BodySettings { context_length, prefix_caching, end_token });
     let events = std::future::pending().boxed();
     let engine = ConnectedEngine { shared, exchange: EngineExchange::None, instance: props.instance(), silence_max, events };
-    Ok(Connected::new(Arc::new(client), engine, of_model, Vec::new()))
+    Ok(Connected::new(Arc::new(client), engine, of_model, Arc::default()))
 }
 
 fn http(settings: &LlamaCppSettings) -> Result<EngineHttp, ConnectError> {

@@ -9,6 +9,7 @@ use crate::{
     api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Exported, Finish, RoomCall, WantedLogprobs},
     calls, failure,
     http::{self, ANSWER_MAX, EngineHttp, HttpError, PROMPT_LOGPROBS_MAX},
+    served,
     server::{self, EngineServer, Instance},
 };
 use futures::{
@@ -47,6 +48,10 @@ impl EngineServer for SglangClient {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
         server::check_engine(&self.http).await?;
         Ok(ServerInfo::read(&self.http).await?.instance())
+    }
+
+    async fn loras(&self) -> Result<Vec<String>, EngineFailure> {
+        served::loras(&self.http).await
     }
 }
 

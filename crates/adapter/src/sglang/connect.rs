@@ -10,7 +10,7 @@ use crate::{
     http::EngineHttp,
     kv_events::{self, KvEvents, MIRRORED_BLOCKS_MAX, SharedStore},
     mirror::{Mirror, MirrorSettings},
-    served::{self, ServedModels},
+    served::{self, Loras, ServedModels},
     server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
     shared::AdapterState,
     slots::{SlotLimits, Slots},
@@ -81,7 +81,6 @@ impl DescribedSglang {
             engine = url,
             version = info.version.as_deref().unwrap_or("unknown"),
             model = served.id,
-            loras = ?served.loras,
             block_size = sizes.block,
             capacity_tokens = sizes.capacity,
             kv_events = kv_events.unwrap_or("none"),
@@ -174,18 +173,12 @@ pub async fn connect(settings: SglangSettings) -> Result<Connected, ConnectError
     described.log(&url, http.host(), &exchange, endpoint.as_deref());
     let (uses_seeds, finds_reasoning) = (info.enable_deterministic_inference, info.reasoning_parser.is_some());
     let connection = RandomState::new().hash_one(&url);
-    let body = SglangOptions {
-        connection,
-        rank,
-        hash_key,
-        loras: described.served.loras.clone(),
-        context_length,
-        uses_seeds,
-        finds_reasoning,
-    };
+    let loras = Arc::new(Loras::new(&described.served.id, described.served.loras));
+    let body =
+        SglangOptions { connection, rank, hash_key, loras: Arc::clone(&loras), context_length, uses_seeds, finds_reasoning };
     let events = kv_events::follow(Arc::clone(&shared), subscription).boxed();
     let engine = ConnectedEngine { shared, exchange, instance: info.instance(), silence_max, events };
-    Ok(Connected::new(Arc::new(SglangClient::new(http, body)), engine, model, described.served.loras))
+    Ok(Connected::new(Arc::new(SglangClient::new(http, body)), engine, model, loras))
 }
 
 fn http(settings: &SglangSettings) -> Result<EngineHttp, ConnectError> {

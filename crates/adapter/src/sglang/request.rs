@@ -4,9 +4,10 @@ use crate::{
     api::{EngineCall, EngineFailure},
     grammar,
     salt::cache_salt,
+    served::Loras,
 };
 use serde::Serialize;
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 use tandem_engine::{KvHandle, Sampling};
 use tandem_grammar::{Constraint, Kind, is_ebnf};
 use tandem_kv::{HashKey, TokenId};
@@ -22,7 +23,7 @@ pub(super) struct SglangOptions {
     /// The data-parallel rank that requests name; `None` if the server has one rank.
     pub rank: Option<u32>,
     pub hash_key: HashKey,
-    pub loras: Vec<String>,
+    pub loras: Arc<Loras>,
     /// The maximum length of a sequence, in tokens.
     pub context_length: u32,
     /// Whether equal seeds give equal answers (`--enable-deterministic-inference`).
@@ -149,7 +150,7 @@ impl SglangBody {
             input_ids: call.tokens.clone(),
             cache_salt: cache_salt(&settings.hash_key, &call.namespace),
             stream: true,
-            lora_path: call.namespace.model().filter(|model| settings.loras.iter().any(|lora| lora == model)).map(str::to_owned),
+            lora_path: settings.loras.of(&call.namespace).map(str::to_owned),
             routed_dp_rank: settings.rank,
             require_reasoning: constraint.is_some() && begins_after,
             logprobs: sampling.logprobs.map(|top| LogprobRequest {
@@ -245,7 +246,7 @@ mod tests {
             connection: 0xab,
             rank: None,
             hash_key: HashKey::NONE,
-            loras: Vec::new(),
+            loras: Arc::new(Loras::new("m", Vec::new())),
             context_length: 100,
             uses_seeds: false,
             finds_reasoning: false,
@@ -285,7 +286,12 @@ mod tests {
             constraint: Some(Kind::Regex("a+".to_owned()).into()),
             ..Sampling::default()
         };
-        let settings = SglangOptions { rank: Some(1), loras: vec!["m".to_owned()], uses_seeds: true, ..settings() };
+        let settings = SglangOptions {
+            rank: Some(1),
+            loras: Arc::new(Loras::new("base", vec!["m".to_owned()])),
+            uses_seeds: true,
+            ..settings()
+        };
         assert_eq!(
             body(&sampling, &settings),
             json!({

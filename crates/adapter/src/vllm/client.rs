@@ -12,7 +12,7 @@ use crate::{
     http::{self, ANSWER_MAX, EngineHttp, PROMPT_LOGPROBS_MAX},
     kv_events::EventSource,
     salt::cache_salt,
-    served::ServedModels,
+    served::{self, Loras},
     server::{self, EngineServer, Instance},
 };
 use futures::{
@@ -22,7 +22,7 @@ use futures::{
 use hyper::{Method, Response, body::Incoming};
 use serde::Deserialize;
 use serde_json::json;
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_engine::{KvHandle, Sampling, TokenLogprobs};
 use tandem_kv::HashKey;
 
@@ -39,7 +39,8 @@ pub(super) struct VllmClient {
     http: EngineHttp,
     rank: Option<u32>,
     hash_key: HashKey,
-    served: ServedModels,
+    context_length: u32,
+    loras: Arc<Loras>,
     /// The time for which the engine is certain to hold a prompt's KV, so that another engine can pull it.
     handle_valid: Duration,
     hits_are_reported: bool,
@@ -55,12 +56,12 @@ pub(super) struct ClientSettings {
 impl VllmClient {
     pub fn new(settings: ClientSettings) -> Self {
         let ClientSettings { http, rank, hash_key, handle_valid } = settings;
-        Self { http, rank, hash_key, served: ServedModels::default(), handle_valid, hits_are_reported: true }
+        Self { http, rank, hash_key, context_length: 0, loras: Arc::default(), handle_valid, hits_are_reported: true }
     }
 
     /// Sets the models to which requests are sent, and whether the engine's events are to report cached blocks that a request uses.
-    pub fn serving(self, served: ServedModels, constants: &EngineConstants) -> Self {
-        Self { served, hits_are_reported: !constants.has_groups(), ..self }
+    pub fn serving(self, context_length: u32, loras: Arc<Loras>, constants: &EngineConstants) -> Self {
+        Self { context_length, loras, hits_are_reported: !constants.has_groups(), ..self }
     }
 
     pub fn http(&self) -> &EngineHttp {
@@ -129,9 +130,7 @@ impl VllmClient {
             return Ok(answer);
         }
         match (failure::read(answer).await, body.model) {
-            (EngineFailure::Denied { status: 404, .. }, Some(lora)) => Err(EngineFailure::Invalid(format!(
-                "the server does not serve the LoRA {lora:?} any more; load the LoRA again, or restart the worker so that it forgets the LoRA"
-            ))),
+            (EngineFailure::Denied { status: 404, .. }, Some(lora)) => Err(EngineFailure::Unloaded(lora.to_owned())),
             (failure, _) => Err(failure),
         }
     }
@@ -139,7 +138,7 @@ impl VllmClient {
     fn body<'a>(&self, call: &'a EngineCall, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
         let cache_salt = cache_salt(&self.hash_key, &call.namespace);
         GenerateBody {
-            model: call.namespace.model().filter(|model| self.served.loras.iter().any(|lora| lora == model)),
+            model: self.loras.of(&call.namespace),
             token_ids: collapsed(&call.tokens, &call.images),
             content_parts: call.images.iter().map(ContentPart::new).collect(),
             sampling_params: if self.hits_are_reported { sampling_params } else { sampling_params.without_hits() },
@@ -156,6 +155,10 @@ impl EngineServer for VllmClient {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
         server::check_engine(&self.http).await?;
         Ok(metrics::started(&self.metrics().await?).map(|started| started.to_string()))
+    }
+
+    async fn loras(&self) -> Result<Vec<String>, EngineFailure> {
+        served::loras(&self.http).await
     }
 }
 
@@ -180,7 +183,7 @@ impl Api for VllmClient {
         sampling: &Sampling,
         pull: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<AnswerChunk, EngineFailure>>, EngineFailure> {
-        let room = (self.served.context_length as usize).saturating_sub(call.tokens.len()).max(1);
+        let room = (self.context_length as usize).saturating_sub(call.tokens.len()).max(1);
         let max_tokens = sampling.max_tokens.unwrap_or(u32::MAX).min(room.try_into().unwrap_or(u32::MAX));
         let body = GenerateBody {
             stream: true,

@@ -9,7 +9,7 @@ use crate::{
     http::EngineHttp,
     kv_events::{self, KvEvents, MIRRORED_BLOCKS_MAX, SharedStore},
     mirror::{Mirror, MirrorSettings},
-    served::{self, ServedModels},
+    served::{self, Loras, ServedModels},
     server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
     shared::AdapterState,
     slots::{SlotLimits, Slots},
@@ -100,8 +100,8 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let rank = settings.rank.unwrap_or(0);
     let (served, version, metrics) = describe(&client).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
-    let (model, loras) = (model_description(&served), served.loras.clone());
-    let client = Arc::new(client.serving(served, &constants));
+    let (model, loras) = (model_description(&served), Arc::new(Loras::new(&served.id, served.loras)));
+    let client = Arc::new(client.serving(model.context_length, Arc::clone(&loras), &constants));
     let accepts_images = match timeout(RENDER_WAIT, server::wait_until(client.http(), || client.reads_images())).await {
         Ok(reads) => reads?,
         Err(_) => {
@@ -141,7 +141,6 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         engine = %url,
         version,
         model = model.id,
-        ?loras,
         engine_blocks = constants.blocks,
         engine_block_size = constants.block_size,
         block_size,

@@ -267,6 +267,7 @@ impl ExternalWorker {
         if plan.settings.model.is_empty() {
             plan.settings.model.clone_from(&connected.model.id);
         }
+        connected.adapter.serve_as(&plan.settings.model);
         let (adapter, follower) = connected.into_parts();
         let listener = TcpListener::from_std(self.socket.try_clone()?)?;
         let (instance, own) = (shutdown.child(), channel_to(listener.local_addr()?, &self.network));

@@ -67,6 +67,8 @@ pub(super) async fn workers(
         }
     }
     workers.sort_by_key(|worker| worker.role != Role::Prefill);
+    // The frontend learns LoRAs from the router, except those with a tokenizer of their own.
+    models.0.retain(|(served, base)| base.is_none() || tokenizer_of(settings, &served.id).is_some());
     Ok((workers, models.0.into_iter().map(|(served, _)| served).collect(), renderers))
 }
 

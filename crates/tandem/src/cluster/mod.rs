@@ -184,7 +184,8 @@ impl Cluster {
         let served = served.pop().expect("a cluster has a model");
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
         let (model_id, address) = (served.id.clone(), local_address(&frontend)?);
-        let only_model = extra.is_empty().then_some(&*model_id);
+        // A server may load LoRAs at any time, and they are further models.
+        let only_model = (extra.is_empty() && settings.model.engine.server().is_none()).then_some(&*model_id);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);

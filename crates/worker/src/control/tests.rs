@@ -13,6 +13,7 @@ struct Scripted {
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
     snapshot: Mutex<Snapshot>,
     hangs: watch::Sender<bool>,
+    loras: watch::Sender<Arc<[String]>>,
 }
 
 #[tonic::async_trait]
@@ -41,6 +42,14 @@ impl Backend for Scripted {
     fn kv_exchange(&self) -> KvExchange<'_> {
         KvExchange::None
     }
+
+    fn loras(&self) -> Arc<[String]> {
+        self.loras.borrow().clone()
+    }
+
+    async fn loras_changed(&self, known: &Arc<[String]>) {
+        drop(self.loras.subscribe().wait_for(|now| !Arc::ptr_eq(now, known)).await);
+    }
 }
 
 struct Watched {
@@ -55,12 +64,17 @@ impl Watched {
     fn new(capacity: usize) -> Self {
         let (batches, _) = broadcast::channel(capacity);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
-        let backend =
-            Arc::new(Scripted { batches: Some(batches).into(), snapshot: snapshot.into(), hangs: watch::Sender::new(false) });
+        let backend = Arc::new(Scripted {
+            batches: Some(batches).into(),
+            snapshot: snapshot.into(),
+            hangs: watch::Sender::new(false),
+            loras: watch::Sender::default(),
+        });
         let (shutdown, registry) = (Shutdown::default(), Metrics::default());
         let metrics = Arc::new(WorkerMetrics::new(&registry, "w", 8));
         let worker = Worker {
             info: WorkerInfo { instance_id: "now".to_owned(), ..Default::default() }.into(),
+            first_loras: backend.loras(),
             backend: backend.clone(),
             metrics: metrics.clone(),
             requests: Requests::new(shutdown.clone()),
@@ -97,7 +111,7 @@ async fn next(replies: &mut Replies<WatchReply>) -> watch_reply::Message {
 async fn next_batch(replies: &mut Replies<WatchReply>) -> v1::KvEventBatch {
     match next(replies).await {
         watch_reply::Message::Batch(batch) => batch,
-        watch_reply::Message::Snapshot(_) => panic!("a second snapshot was sent"),
+        other => panic!("{other:?} was sent in place of a batch"),
     }
 }
 
@@ -241,6 +255,29 @@ async fn slow_watcher_receives_data_loss_and_other_watchers_continue() {
         "events before the error have no gap"
     );
     assert!(slow.next().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_watch_stream_reports_that_the_loras_have_changed() {
+    let worker = Watched::new(4);
+    let mut before = worker.watch_batches().await;
+    let described = async || {
+        let reply = worker.service.describe(Request::new(DescribeRequest::default())).await;
+        reply.expect("the worker describes itself").into_inner().loras
+    };
+    for loras in [vec!["sql".to_owned(), "poem".to_owned()], vec!["poem".to_owned()], Vec::new()] {
+        worker.backend.loras.send_replace(loras.clone().into());
+        let mut later = worker.watch_batches().await;
+        // A router may have called Describe at any time before, so a stream that begins later reports the change, too.
+        for replies in [&mut before, &mut later] {
+            let message = next(replies).await;
+            assert!(matches!(&message, watch_reply::Message::Loras(now) if now.names == loras), "{loras:?}: {message:?}");
+        }
+        assert_eq!(described().await, loras);
+        worker.send(events(1..=1));
+        assert_eq!(ids(&next_batch(&mut later).await), [1], "no second message follows");
+        next_batch(&mut before).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]

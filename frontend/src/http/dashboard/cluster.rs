@@ -27,7 +27,7 @@ impl App {
             "version": env!("CARGO_PKG_VERSION"),
             "cluster": identity.cluster,
             "model": served.model.id,
-            "models": self.models.iter().map(|served| served.model.id.as_str()).collect::<Vec<_>>(),
+            "models": self.models.all().iter().map(|served| &*served.model.id).collect::<Vec<_>>(),
             "block_size": self.block_size,
             "unavailable_reason": ready.of_any().err().map(|why| why.to_string()),
             "routers": routers,

@@ -193,6 +193,37 @@ fn lora_is_a_model_of_the_workers_that_have_it() {
 }
 
 #[test]
+fn member_serves_the_loras_that_it_reports_later() {
+    let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
+    for name in ["a0", "a1"] {
+        scenario.join(with_loras(&["x"], serving("a", DECODE, name))).expect("they agree");
+    }
+    scenario.stored("a1", &hashes(1, 0, 6));
+    let (running, placed) = scenario.place_for("x").expect("both workers serve the LoRA");
+    assert_eq!(name(&placed.decode), "a1", "the worker has the prompt's blocks");
+    let reports = |scenario: &mut Scenario, name: &str, loras: &[&str]| {
+        let id = scenario.member(name);
+        scenario.state.set_loras(id, &with_loras(loras, serving("a", DECODE, name)))
+    };
+    reports(&mut scenario, "a1", &["y"]).expect("the name is new");
+    assert_eq!(scenario.decode_worker_for("x"), Ok("a0".to_owned()), "the worker with the blocks has unloaded the LoRA");
+    assert_eq!(scenario.decode_worker_for("y"), Ok("a1".to_owned()));
+    reports(&mut scenario, "a0", &[]).expect("no name is in use");
+    assert_eq!(scenario.decode_worker_for("x"), Err(PlacementError::NoWorkerOfModel));
+    let metrics = scenario.recorder.render();
+    for (worker, model, served) in [("a1", "x", 0), ("a1", "y", 1), ("a0", "x", 0), ("a1", "a", 1)] {
+        let line = format!("tandem_router_worker_info{{worker=\"{worker}\",model=\"{model}\"}} {served}");
+        assert!(metrics.contains(&line), "{line}: {metrics}");
+    }
+    scenario.join(serving("z", DECODE, "z0")).expect("the name is not that of a LoRA");
+    let refused = reports(&mut scenario, "a0", &["z"]).expect_err("the name is that of a base model").to_string();
+    assert!(refused.contains("a LoRA of a on this worker and a base model"), "{refused}");
+    // The request that runs with the unloaded LoRA ends as any other.
+    scenario.state.release(running);
+    scenario.assert_idle();
+}
+
+#[test]
 fn load_of_a_worker_includes_requests_for_all_its_models() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Local));
     for name in ["a0", "a1"] {
