@@ -52,7 +52,10 @@ impl Splitter {
 
     /// Calls `part` with each part that the first step makes of the text, until it breaks. Together the parts are the text.
     pub(super) fn parts<'a>(&self, text: &'a str, part: &mut impl FnMut(&'a str) -> ControlFlow<()>) -> ControlFlow<()> {
-        self.0.first().map_or_else(|| part(text), |step| step.split(text, part))
+        match self.0.first() {
+            Some(step) => step.split(text, part),
+            None => part(text),
+        }
     }
 
     /// Calls `word` with each word of a part.
