@@ -245,8 +245,8 @@ impl WorkerSeries {
         self.show_models(info, 1.0);
         let help =
             "1 if the index of the worker is assumed from the prompts routed to it, because its engine publishes no KV events.";
-        let approximate = self.exported.gauge("tandem_router_index_approximate", help, &[("worker", &info.worker_id)]);
-        approximate.set(f64::from(u8::from(info.approximate_index)));
+        let of = [("worker", &*info.worker_id)];
+        self.exported.gauge("tandem_router_index_approximate", help, &of).set(f64::from(u8::from(info.approximate_index)));
     }
 
     /// Exports whether the worker serves these models: 1, or 0 for a LoRA that it does not serve any more.

@@ -276,9 +276,7 @@ impl WorkerConnection<'_> {
             CacheUpdate::None => false,
             CacheUpdate::Loras(loras) => {
                 self.info.loras = loras;
-                if let Some(id) = self.member {
-                    cluster.lock().set_loras(id, &self.info)?;
-                }
+                self.member.map_or(Ok(()), |id| cluster.lock().members.set_loras(id, &self.info))?;
                 false
             }
             CacheUpdate::Snapshot(snapshot) => {

@@ -30,7 +30,7 @@ use crate::{
     subscription::{EventRoute, ReportedStats, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
-use models::models_of;
+use models::{check_models, models_of};
 use prefix::RemovedBy;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -177,8 +177,8 @@ impl ClusterMembers {
             if other.worker_id == info.worker_id {
                 return Err(JoinError::SameWorkerId { worker_id: info.worker_id.clone(), address: address.clone() });
             }
+            check_models(info, other)?;
         }
-        self.check_models(info)?;
         Ok(role)
     }
 

@@ -212,16 +212,6 @@ impl ClusterState {
         Ok(id)
     }
 
-    /// Changes the models that the member serves to those in `info`.
-    ///
-    /// # Errors
-    /// A LoRA has the name of another model.
-    pub(crate) fn set_loras(&mut self, id: MemberId, info: &WorkerInfo) -> Result<(), JoinError> {
-        self.members.check_models(info)?;
-        self.members.set_loras(id, info);
-        Ok(())
-    }
-
     fn leave(&mut self, id: MemberId) {
         self.members.leave(id);
         self.show_workers();

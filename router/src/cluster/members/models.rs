@@ -14,29 +14,31 @@ fn use_of(model: &str, info: &WorkerInfo) -> String {
     if model == info.model { "a base model".to_owned() } else { format!("a LoRA of {}", info.model) }
 }
 
+/// Checks that each model that both workers serve is the same model on both.
+///
+/// # Errors
+/// A name belongs to two models.
+pub(super) fn check_models(info: &WorkerInfo, other: &WorkerInfo) -> Result<(), JoinError> {
+    let own: BTreeSet<&str> = models_of(info).collect();
+    let in_common = models_of(other).filter(|model| own.contains(model));
+    let mut uses = in_common.map(|model| (model.to_owned(), use_of(model, info), use_of(model, other)));
+    let differs = uses.find(|(_, one, other)| one != other);
+    differs.map_or(Ok(()), |(model, one, other)| Err(JoinError::Ambiguous { model, one, other }))
+}
+
 impl ClusterMembers {
-    /// Checks that each model of the worker is the same model on all other members that serve it.
+    /// Replaces the LoRAs of the member by those in `info`.
     ///
     /// # Errors
-    /// A name belongs to two models.
-    pub(in crate::cluster) fn check_models(&self, info: &WorkerInfo) -> Result<(), JoinError> {
-        let own: BTreeSet<&str> = models_of(info).collect();
-        for other in self.values().map(|member| &member.info).filter(|other| other.instance_id != info.instance_id) {
-            let in_common = models_of(other).filter(|model| own.contains(model));
-            let mut roles = in_common.map(|model| (model, use_of(model, info), use_of(model, other)));
-            if let Some((model, one, other)) = roles.find(|(_, one, other)| one != other) {
-                return Err(JoinError::Ambiguous { model: model.to_owned(), one, other });
-            }
-        }
-        Ok(())
-    }
-
-    /// Replaces the LoRAs of the member by those in `info`.
-    pub(in crate::cluster) fn set_loras(&mut self, id: MemberId, info: &WorkerInfo) {
+    /// A LoRA has the name of another model.
+    pub(crate) fn set_loras(&mut self, id: MemberId, info: &WorkerInfo) -> Result<(), JoinError> {
+        let mut others = self.values().map(|member| &member.info).filter(|other| other.instance_id != info.instance_id);
+        others.try_for_each(|other| check_models(info, other))?;
         let models = models_of(info).map(|model| self.shared(model)).collect();
-        let Some(member) = self.by_id.get_mut(&id) else { return };
+        let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
         member.series.show_models(&member.info, 0.0);
         member.series.show_models(info, 1.0);
         (member.info.loras, member.models) = (info.loras.clone(), models);
+        Ok(())
     }
 }

@@ -203,7 +203,7 @@ fn member_serves_the_loras_that_it_reports_later() {
     assert_eq!(name(&placed.decode), "a1", "the worker has the prompt's blocks");
     let reports = |scenario: &mut Scenario, name: &str, loras: &[&str]| {
         let id = scenario.member(name);
-        scenario.state.set_loras(id, &with_loras(loras, serving("a", DECODE, name)))
+        scenario.state.members.set_loras(id, &with_loras(loras, serving("a", DECODE, name)))
     };
     reports(&mut scenario, "a1", &["y"]).expect("the name is new");
     assert_eq!(scenario.decode_worker_for("x"), Ok("a0".to_owned()), "the worker with the blocks has unloaded the LoRA");
