@@ -32,8 +32,8 @@ impl ClusterMembers {
     /// # Errors
     /// A LoRA has the name of another model.
     pub(crate) fn set_loras(&mut self, id: MemberId, info: &WorkerInfo) -> Result<(), JoinError> {
-        let mut others = self.values().map(|member| &member.info).filter(|other| other.instance_id != info.instance_id);
-        others.try_for_each(|other| check_models(info, other))?;
+        let is_other = |other: &&WorkerInfo| other.instance_id != info.instance_id;
+        self.values().map(|member| &member.info).filter(is_other).try_for_each(|other| check_models(info, other))?;
         let models = models_of(info).map(|model| self.shared(model)).collect();
         let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
         member.series.show_models(&member.info, 0.0);
