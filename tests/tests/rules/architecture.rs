@@ -20,7 +20,7 @@ const ALLOWED: [(&str, &[&str]); 20] = [
     ("simulator", &["kv", "load", "router"]),
     ("text", &["grammar", "kv", "model"]),
     ("api", &["text", "proto", "grammar", "kv"]),
-    ("frontend", &["process", "api", "text", "proto", "grammar", "kv", "model"]),
+    ("frontend", &["client", "process", "api", "text", "proto", "grammar", "kv", "model"]),
     ("worker", &["process", "proto", "grammar", "kv", "engine"]),
     ("adapter", &["client", "worker", "process", "grammar", "kv", "engine"]),
     ("prefill-worker", &["worker", "process", "proto", "kv", "engine", "transfer"]),
