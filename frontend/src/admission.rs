@@ -11,7 +11,6 @@ use axum::http::StatusCode;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use tandem_process::{Counts, Shutdown, listen::ClientNetwork, trace::Span};
-use tandem_text::ServedModel;
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
@@ -50,8 +49,8 @@ struct Sequences {
 pub(crate) struct Admitted {
     pub(crate) endpoint: Endpoint,
     pub(crate) since: Instant,
-    /// The served model that the request names; `None`: none is known.
-    pub(crate) model: Option<Arc<ServedModel>>,
+    /// The id of the model that the request names, if that model is served or passed through; else empty.
+    pub(crate) model: String,
     /// The span that records the end of the request.
     pub(crate) span: Span,
     /// The request's key and its line in the audit log.
@@ -79,7 +78,7 @@ impl Admission {
         Admitted {
             endpoint,
             since: Instant::now(),
-            model: None,
+            model: String::new(),
             span: Span::default(),
             call,
             finished: false,
@@ -98,11 +97,6 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Returns the id of the served model that the request names; empty if none is known.
-    fn model_id(&self) -> &str {
-        self.model.as_ref().map_or("", |model| &model.id)
-    }
-
     /// Reserves all `sequences` of the request (prompts × `n`), or none and fails. Must be called once, when the request has been parsed.
     /// Requests are not queued here, because a queue would only hide the overload.
     ///
@@ -144,7 +138,7 @@ impl Admitted {
         if status.is_server_error() {
             self.span.fail("server_error");
         }
-        self.metrics.finished(self.endpoint, self.model_id(), status, self.since.elapsed());
+        self.metrics.finished(self.endpoint, &self.model, status, self.since.elapsed());
     }
 }
 
@@ -161,7 +155,7 @@ impl Drop for Admitted {
         if !self.finished {
             self.span.fail("cancelled");
             self.call.cancelled();
-            self.metrics.cancelled(self.endpoint, self.model_id());
+            self.metrics.cancelled(self.endpoint, &self.model);
         }
     }
 }

@@ -175,6 +175,11 @@ impl Call {
         });
     }
 
+    /// Records the token counts that another server has reported. How many tokens it had cached is not known.
+    pub(crate) fn passed(&self, prompt_tokens: Option<u32>, completion_tokens: Option<u32>) {
+        self.set(|line| (line.prompt_tokens, line.completion_tokens) = (prompt_tokens, completion_tokens));
+    }
+
     fn set(&self, change: impl FnOnce(&mut Line)) {
         if let Some(record) = &self.record {
             change(&mut record.line.lock());

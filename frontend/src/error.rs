@@ -39,6 +39,22 @@ pub(crate) enum ApiError {
         "The body is sent with a Content-Encoding, which this server does not decode; send it uncompressed, without this header."
     )]
     ContentEncoding,
+    #[error(
+        "The body is not sent as a form; send the header 'content-type: multipart/form-data; boundary=…' (curl: -F model=… -F file=@…)."
+    )]
+    FormType,
+    #[error(
+        "The model '{model}' does not generate text here: its requests for embeddings, rerank, score, classify, pooling and audio are passed \
+         through to other servers."
+    )]
+    PassedThrough { model: String },
+    #[error(
+        "The model '{model}' generates text, and has no such path; the operator can add a model for this path with the frontend's \
+         --passthrough MODEL=URL."
+    )]
+    NotPassedThrough { model: String },
+    #[error("No server of the model '{model}' answers; try again shortly.")]
+    NoServer { model: String },
     #[error("The model '{model}' does not exist; GET /v1/models lists the served models.")]
     ModelNotFound { model: String },
     #[error("The request has no API key; send yours in the header 'Authorization: Bearer KEY', or in 'x-api-key: KEY'.")]
@@ -123,10 +139,13 @@ impl ApiError {
             Self::BodySlow { .. } => client(StatusCode::REQUEST_TIMEOUT, None, Some("body_too_slow")),
             Self::BodyBroken => bad(None, Some("body_incomplete")),
             Self::BodyBudget => unavailable("body_budget"),
-            Self::ContentType | Self::ContentEncoding => {
+            Self::ContentType | Self::FormType | Self::ContentEncoding => {
                 client(StatusCode::UNSUPPORTED_MEDIA_TYPE, None, Some("unsupported_media_type"))
             }
             Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
+            Self::PassedThrough { .. } => bad(Some("model"), Some("model_passed_through")),
+            Self::NotPassedThrough { .. } => bad(Some("model"), Some("model_not_passed_through")),
+            Self::NoServer { .. } => unavailable("no_server"),
             Self::MissingKey => client(StatusCode::UNAUTHORIZED, None, Some("missing_api_key")),
             Self::UnknownKey => client(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
             Self::ModelNotAllowed { .. } => client(StatusCode::FORBIDDEN, Some("model"), Some("model_not_allowed")),

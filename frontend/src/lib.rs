@@ -16,6 +16,7 @@ mod http;
 mod keys;
 mod metrics;
 mod models;
+mod passthrough;
 mod prefix;
 mod prompt;
 mod recent;
@@ -30,6 +31,7 @@ pub use axum::http::HeaderName;
 pub use http::starting::StartingAnswers;
 pub use ipnet::IpNet;
 pub use keys::{ApiKey, ApiKeyFile, ApiKeyFileError, ApiKeys, KeyCache, KeyHash};
+pub use passthrough::{Passthrough, PassthroughError};
 pub use render::{InvalidRenderer, Renderer};
 pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 
@@ -47,6 +49,7 @@ use tandem_process::{
     listen::{self, ConnectionLimits, Drain, Tls},
 };
 use tandem_proto::channel::Listener;
+use tandem_text::ServedModel;
 use tokio_util::sync::CancellationToken;
 
 /// An error that prevents the frontend from running.
@@ -55,8 +58,8 @@ pub enum FrontendError {
     /// The list of routers cannot be used.
     #[error(transparent)]
     Routers(#[from] DiscoveryError),
-    /// The setting `models` is empty, or two of its models have the same id.
-    #[error("at least one model must be served, and no two served models may have the same id")]
+    /// The setting `models` is empty, or two models have the same id.
+    #[error("at least one model must be served, and no two models, served or passed through, may have the same id")]
     Models,
     /// The setting `block_size` is 0.
     #[error("block_size must be at least 1")]
@@ -83,7 +86,8 @@ pub async fn run(
     if settings.block_size == 0 {
         return Err(FrontendError::BlockSize);
     }
-    if !Models::can_be_served(&settings.models) {
+    let is_passed = |model: &ServedModel| settings.passthrough.get(&model.id).is_some();
+    if !Models::can_be_served(&settings.models) || settings.models.iter().any(is_passed) {
         return Err(FrontendError::Models);
     }
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
@@ -143,6 +147,7 @@ pub async fn run(
         _ = server => Ok(()),
         () = after_stop(&shutdown) => Ok(()),
         never = app.watch_routers(routers) => match never {},
+        never = app.passed.watch() => match never {},
         Some(never) = OptionFuture::from(watch_tls) => match never {},
         Some(never) = OptionFuture::from(app.call_log.clone().map(CallLog::sum_up)) => match never {},
         Some(never) = OptionFuture::from(watch_keys) => match never {},

@@ -18,7 +18,7 @@ const TIER_UNKNOWN: &str = "unknown";
 /// The cache tiers that are counted separately.
 const TIERS: [&str; 4] = ["device", "host", "disk", "store"];
 
-/// An endpoint whose requests have a body: they generate text, or count and convert tokens.
+/// An endpoint whose requests have a body: they generate text, count and convert tokens, or are passed through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Chat,
@@ -29,6 +29,14 @@ pub(crate) enum Endpoint {
     CountTokens,
     Tokenize,
     Detokenize,
+    // Requests of these endpoints are passed through.
+    Embeddings,
+    Rerank,
+    Score,
+    Classify,
+    Pooling,
+    Transcriptions,
+    Translations,
 }
 
 pub(crate) struct FrontendMetrics {
@@ -71,6 +79,13 @@ impl Endpoint {
             Self::CountTokens => "count_tokens",
             Self::Tokenize => "tokenize",
             Self::Detokenize => "detokenize",
+            Self::Embeddings => "embeddings",
+            Self::Rerank => "rerank",
+            Self::Score => "score",
+            Self::Classify => "classify",
+            Self::Pooling => "pooling",
+            Self::Transcriptions => "transcriptions",
+            Self::Translations => "translations",
         }
     }
 
@@ -78,11 +93,33 @@ impl Endpoint {
     pub(crate) fn operation(self) -> &'static str {
         match self {
             Self::Chat | Self::Messages | Self::Responses => "chat",
-            Self::CountTokens => "count_tokens",
             Self::Completions | Self::Generate => "text_completion",
-            Self::Tokenize => "tokenize",
-            Self::Detokenize => "detokenize",
+            other => other.label(),
         }
+    }
+}
+
+/// The metrics of a server to which requests for one model are passed through.
+pub(crate) struct PassthroughMetrics {
+    pub(crate) healthy: Gauge,
+    pub(crate) inflight: Gauge,
+    pub(crate) failures: Counter,
+    pub(crate) duration: Histogram,
+}
+
+impl PassthroughMetrics {
+    pub(crate) fn new(registry: &Metrics, model: &str, server: &str) -> Self {
+        let labels = [("model", model), ("server", server)];
+        let gauge = |name, help| registry.gauge(name, help, &labels);
+        let healthy = gauge("tandem_frontend_passthrough_healthy", "1 while the server answers its health checks.");
+        healthy.set(1.0);
+        let help = "Requests that the server did not answer, or not to the end.";
+        let failures = registry.counter("tandem_frontend_passthrough_failures_total", help, &labels);
+        failures.increment(0);
+        let inflight = gauge("tandem_frontend_passthrough_inflight_requests", "Requests that the server is answering.");
+        let help = "Time from sending a request to the server to the end of its answer.";
+        let duration = registry.histogram("tandem_frontend_passthrough_duration_seconds", help, &labels);
+        Self { healthy, inflight, failures, duration }
     }
 }
 

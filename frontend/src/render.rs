@@ -166,12 +166,7 @@ impl Renderers {
 impl Renderer {
     async fn ask(&self, client: &HttpClient, body: Bytes, answer_max: usize) -> Result<Bytes, RenderFailure> {
         let mut headers = HeaderMap::from_iter([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
-        if let Some(key) = &self.key
-            && let Ok(mut bearer) = HeaderValue::try_from(format!("Bearer {}", key.expose()))
-        {
-            bearer.set_sensitive(true);
-            headers.insert(header::AUTHORIZATION, bearer);
-        }
+        headers.extend(self.key.as_ref().and_then(|key| key.bearer().ok()).map(|bearer| (header::AUTHORIZATION, bearer)));
         let answer = client.send(Method::POST, PATH, headers, body).await?;
         let status = answer.status();
         let body = whole(answer, answer_max).await?;

@@ -1,6 +1,6 @@
 //! Settings of a frontend.
 
-use crate::{keys::ApiKeys, render::Renderer};
+use crate::{keys::ApiKeys, passthrough::Passthrough, render::Renderer};
 use axum::http::HeaderName;
 use clap::ValueEnum;
 use ipnet::IpNet;
@@ -24,6 +24,8 @@ pub struct FrontendSettings {
     pub cluster: String,
     /// The served models: at least one, with different ids. All have the same limits.
     pub models: Vec<ServedModel>,
+    /// The models whose requests are passed through to other servers. None of them is a served model.
+    pub passthrough: Passthrough,
     /// The number of tokens in a block. All processes of a cluster have the same.
     pub block_size: u32,
     /// The maximum number of running sequences (prompts × `n`). Requests beyond it are refused with 503.
@@ -134,6 +136,7 @@ impl FrontendSettings {
             routers: MemberSource::List(vec![router.into()]),
             cluster: "tandem".to_owned(),
             models: vec![model],
+            passthrough: Passthrough::default(),
             block_size: 16,
             concurrent_sequences: 1024,
             sequences_per_client: None,

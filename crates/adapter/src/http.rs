@@ -5,7 +5,7 @@ use futures::Stream;
 use hyper::{
     HeaderMap, Method, Response, StatusCode,
     body::Incoming,
-    header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue},
+    header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue, InvalidHeaderValue},
 };
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
@@ -55,7 +55,7 @@ impl ServerKey {
     fn read_again(&self) -> HeaderValue {
         let mut header = self.bearer.lock();
         // Keeps the last key if the new one is not allowed in a header.
-        if let Ok(now) = bearer(&self.secret) {
+        if let Ok(now) = self.secret.bearer() {
             *header = now;
         }
         header.clone()
@@ -65,8 +65,8 @@ impl ServerKey {
 impl EngineHttp {
     /// Returns a client of the server at `url`. `ca` has PEM certificates of authorities that are trusted besides the public ones.
     pub fn new(url: &str, key: Option<Secret>, ca: Option<&[u8]>) -> Result<Self, ClientError> {
-        let with_header = |secret: Secret| Ok(Arc::new(ServerKey { bearer: Mutex::new(bearer(&secret)?), secret }));
-        let key = key.map(with_header).transpose()?;
+        let with_header = |secret: Secret| Ok(Arc::new(ServerKey { bearer: Mutex::new(secret.bearer()?), secret }));
+        let key = key.map(with_header).transpose().map_err(|_: InvalidHeaderValue| ClientError::Key)?;
         let authorities = tandem_client::authorities(ca).map_err(ClientError::Certificate)?;
         let http = tandem_client::HttpClient::new(url, authorities, CONNECT_TIMEOUT);
         Ok(Self { http: http.map_err(|_| ClientError::Url(url.to_owned()))?, key })
@@ -140,12 +140,6 @@ impl EngineHttp {
         };
         timeout(limit, reading).await.unwrap_or(Err(HttpError::Timeout(limit)))
     }
-}
-
-fn bearer(key: &Secret) -> Result<HeaderValue, ClientError> {
-    let mut bearer = HeaderValue::try_from(format!("Bearer {}", key.expose())).map_err(|_| ClientError::Key)?;
-    bearer.set_sensitive(true);
-    Ok(bearer)
 }
 
 /// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.

@@ -104,7 +104,8 @@ impl HttpClient {
         &self.host
     }
 
-    /// Sends a request. Returns the answer when its head has arrived. `path` begins with a slash and follows the address.
+    /// Sends a request. Returns the answer when its head has arrived. `path` is a path of a URI, which may have a query, and follows the
+    /// address.
     ///
     /// # Errors
     /// Fails if the server cannot be reached, or if the connection is lost.
@@ -117,7 +118,7 @@ impl HttpClient {
     ) -> Result<Response<Incoming>, HttpError> {
         let mut request = Request::new(Full::new(body));
         *request.method_mut() = method;
-        *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a constant path are a URI");
+        *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a path are a URI");
         *request.headers_mut() = headers;
         Ok(self.client.request(request).await?)
     }

@@ -1,5 +1,6 @@
 //! Passwords and tokens, which must not be printed with the settings that contain them. A secret in a file may be replaced while the process runs.
 
+use axum::http::{HeaderValue, header::InvalidHeaderValue};
 use parking_lot::Mutex;
 use std::{
     fmt, fs, io,
@@ -64,6 +65,16 @@ impl Secret {
             }
         }
         last.secret.clone()
+    }
+
+    /// Returns the value with which the header `Authorization` sends the secret. The secret is read as in [`Self::expose`].
+    ///
+    /// # Errors
+    /// The secret has characters that are not allowed in a header.
+    pub fn bearer(&self) -> Result<HeaderValue, InvalidHeaderValue> {
+        let mut bearer = HeaderValue::try_from(format!("Bearer {}", self.expose()))?;
+        bearer.set_sensitive(true);
+        Ok(bearer)
     }
 }
 

@@ -13,6 +13,7 @@ use crate::{
     keys::{self, Key, KeyCache, Keys},
     metrics::{FrontendMetrics, encodings},
     models::Models,
+    passthrough::Passthrough,
     recent::Recent,
     render::Renderers,
     settings::{CacheIsolation, FrontendSettings},
@@ -57,6 +58,7 @@ pub(super) struct HeaderOptions {
 
 pub(crate) struct App {
     pub(super) models: Models,
+    pub(crate) passed: Passthrough,
     pub(super) dispatcher: Arc<Dispatcher>,
     pub(crate) metrics: Arc<FrontendMetrics>,
     pub(crate) admission: Admission,
@@ -123,6 +125,7 @@ impl App {
         let sequences = SequenceLimits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
             models,
+            passed: settings.passthrough,
             dispatcher: Arc::new(dispatcher),
             admission: Admission::new(sequences, shutdown, Arc::clone(&metrics)),
             audit: settings.audit_result.map(|path| LastAudit::new(path, registry.clone())),

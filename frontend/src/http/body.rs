@@ -3,7 +3,7 @@
 //! A body is read before the request reserves sequences, so a slow or huge body uses only the memory of the bytes that have arrived.
 //! The limit on connections also limits the number of bodies.
 
-use crate::{admission::Client, error::ApiError, shares::Shares};
+use crate::{admission::Client, error::ApiError, metrics::Endpoint, shares::Shares};
 use axum::{
     body::{Body, HttpBody},
     http::{HeaderMap, header},
@@ -30,10 +30,33 @@ const MAPPED_FROM_BYTES: usize = 256 << 10;
 /// The maximum number of bytes of a refused body that are read and discarded.
 const DISCARD_BYTES: usize = 64 << 20;
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(2);
+/// The maximum size of a form, in bytes, unless that of all bodies is greater: 25 MiB for audio, as OpenAI and vLLM allow, and 1 MiB for
+/// the other fields.
+const FORM_BYTES_MAX: usize = 26 << 20;
+
+/// The beginning of a form's content type. The boundary between its fields follows.
+const MULTIPART: &[u8] = b"multipart/form-data;";
+
+/// How a request's body is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BodyForm {
+    Json,
+    /// `multipart/form-data`.
+    Multipart,
+}
+
+impl BodyForm {
+    /// Returns how the bodies of this endpoint's requests are written.
+    pub(super) fn of(endpoint: Endpoint) -> Self {
+        if matches!(endpoint, Endpoint::Transcriptions | Endpoint::Translations) { Self::Multipart } else { Self::Json }
+    }
+}
 
 /// Reads the bodies of all requests, with a common memory budget.
 pub(super) struct Bodies {
     max: usize,
+    /// The maximum size of a form.
+    form_max: usize,
     budget: Arc<Semaphore>,
     /// Each client's share, which is half of the budget.
     shares: Shares<Client>,
@@ -46,23 +69,26 @@ impl Bodies {
     /// `max` is the maximum size of one body. `budget` is the maximum total size of all bodies that are read or parsed at a time. Both are
     /// in bytes.
     pub(super) fn new(max: usize, budget: usize) -> Self {
-        let shares = Shares::new(budget.div_ceil(2));
-        Self { max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))), shares }
+        let share = budget.div_ceil(2);
+        let (shares, form_max) = (Shares::new(share), max.max(FORM_BYTES_MAX.min(share)));
+        Self { max, form_max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))), shares }
     }
 
     /// Reads a request's whole body. The body counts towards this client's share of the budget.
     ///
     /// # Errors
-    /// The body is too large, too slow, incomplete or not plain JSON, or the budget is used up. If more of the body may arrive, it is read
-    /// and discarded, within bounds, because a client reads the reply only after it has sent its request.
+    /// The body is too large, too slow, incomplete or not plainly written in this form, or the budget is used up. If more of the body may
+    /// arrive, it is read and discarded, within bounds, because a client reads the reply only after it has sent its request.
     pub(super) async fn read(
         &self,
+        form: BodyForm,
         client: Option<&Client>,
         headers: &HeaderMap,
         mut body: Body,
     ) -> Result<(Bytes, HeldBytes), ApiError> {
-        let read = match is_json(headers) {
-            Ok(()) => self.collect(client, &mut body).await,
+        let max = if form == BodyForm::Json { self.max } else { self.form_max };
+        let read = match check_type(form, headers) {
+            Ok(()) => self.collect(max, client, &mut body).await,
             Err(error) => Err(error),
         };
         if !matches!(read, Ok(_) | Err(ApiError::BodySlow { .. } | ApiError::BodyBroken)) {
@@ -71,9 +97,9 @@ impl Bodies {
         read
     }
 
-    async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, HeldBytes), ApiError> {
-        let too_large = ApiError::BodyTooLarge { max: self.max };
-        if body.size_hint().lower() > self.max as u64 {
+    async fn collect(&self, max: usize, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, HeldBytes), ApiError> {
+        let too_large = ApiError::BodyTooLarge { max };
+        if body.size_hint().lower() > max as u64 {
             return Err(too_large);
         }
         let budgets = client.map(|client| self.shares.of(client)).into_iter().chain([Arc::clone(&self.budget)]);
@@ -81,7 +107,7 @@ impl Bodies {
         let mut held = held.collect::<Result<HeldBytes, _>>()?;
         // If the client announces no length, the mapping has the maximum size of a body.
         let announced = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
-        let max = announced.map_or(self.max, |announced| announced.min(self.max));
+        let max = announced.map_or(max, |announced| announced.min(max));
         let (mut bytes, mut deadline) = (Buffer::new(max), Instant::now() + PAUSE_MAX);
         loop {
             let frame = timeout_at(deadline, body.frame()).await;
@@ -158,15 +184,20 @@ fn grow(held: &mut HeldBytes, bytes: usize) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Checks that the content type is JSON. Browsers send JSON to another site only after a CORS preflight, which this server refuses, but
-/// they send forms and plain text without a preflight. A request without a content type needs an Authorization header, which also needs a
-/// preflight.
-fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
+/// Checks that the content type is that of the form. Browsers send JSON to another site only after a CORS preflight, which this server
+/// refuses, but they send forms and plain text without a preflight; then only `http/guard` refuses them. A request without a content type
+/// needs an Authorization header, which also needs a preflight.
+fn check_type(form: BodyForm, headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
         return Err(ApiError::ContentEncoding);
     }
-    let Some(kind) = headers.get(header::CONTENT_TYPE) else {
+    let kind = headers.get(header::CONTENT_TYPE);
+    if form == BodyForm::Multipart {
+        let kind = kind.and_then(|kind| kind.as_bytes().get(..MULTIPART.len()));
+        return if kind.is_some_and(|kind| kind.eq_ignore_ascii_case(MULTIPART)) { Ok(()) } else { Err(ApiError::FormType) };
+    }
+    let Some(kind) = kind else {
         return if headers.contains_key(header::AUTHORIZATION) { Ok(()) } else { Err(ApiError::ContentType) };
     };
     let kind = kind.to_str().unwrap_or_default().to_ascii_lowercase();
@@ -213,11 +244,11 @@ mod tests {
         let bodies = Bodies::new(1 << 20, 1 << 20);
         let second = Duration::from_secs(1);
         // The body arrives for half a minute at the minimum speed.
-        let read = bodies.read(None, &json(), paced(30, BYTES_PER_SECOND as usize, second)).await;
+        let read = bodies.read(BodyForm::Json, None, &json(), paced(30, BYTES_PER_SECOND as usize, second)).await;
         assert_eq!(read.ok().map(|read| read.0.len()), Some(30 * BYTES_PER_SECOND as usize));
         for (bytes, pause, gives_up_s) in [(1, second, 5), (BYTES_PER_SECOND as usize / 2, second, 9), (1 << 19, second * 6, 5)] {
             let since = Instant::now();
-            let read = bodies.read(None, &json(), paced(100, bytes, pause)).await;
+            let read = bodies.read(BodyForm::Json, None, &json(), paced(100, bytes, pause)).await;
             assert!(matches!(read, Err(ApiError::BodySlow { .. })), "{bytes} bytes every {pause:?}");
             assert_eq!(since.elapsed().as_secs(), gives_up_s, "{bytes} bytes every {pause:?}");
         }
@@ -226,7 +257,7 @@ mod tests {
     #[tokio::test]
     async fn large_bodies_share_a_budget_that_small_bodies_do_not_need() {
         let bodies = Bodies::new(1 << 20, 100_000);
-        let read = async |bytes: usize| bodies.read(None, &json(), Body::from(vec![b' '; bytes])).await;
+        let read = async |bytes: usize| bodies.read(BodyForm::Json, None, &json(), Body::from(vec![b' '; bytes])).await;
         let large = read(UNCOUNTED_BYTES + 80_000).await.expect("the body fits in the budget");
         assert!(matches!(read(UNCOUNTED_BYTES + 20_001).await, Err(ApiError::BodyBudget)));
         let _small = read(UNCOUNTED_BYTES).await.expect("a small body needs no budget");
@@ -238,7 +269,7 @@ mod tests {
     async fn incomplete_body_releases_its_budget() {
         let bodies = Bodies::new(1 << 20, 100_000);
         let chunks = [Ok(Bytes::from(vec![b' '; 100_000])), Err(io::Error::from(io::ErrorKind::UnexpectedEof))];
-        let read = bodies.read(None, &json(), Body::from_stream(stream::iter(chunks))).await;
+        let read = bodies.read(BodyForm::Json, None, &json(), Body::from_stream(stream::iter(chunks))).await;
         assert!(matches!(read, Err(ApiError::BodyBroken)));
         assert_eq!(bodies.budget.available_permits(), 100_000);
     }
@@ -251,17 +282,18 @@ mod tests {
             for chunk in [1_000, MAPPED_FROM_BYTES, length] {
                 let chunks: Vec<_> = sent.chunks(chunk).map(|chunk| Ok::<_, Infallible>(Bytes::copy_from_slice(chunk))).collect();
                 let (unannounced, _) = bodies
-                    .read(None, &json(), Body::from_stream(stream::iter(chunks)))
+                    .read(BodyForm::Json, None, &json(), Body::from_stream(stream::iter(chunks)))
                     .await
                     .expect("the body fits in the budget");
                 assert!(unannounced == sent, "{length} bytes, {chunk} at a time");
             }
-            let (announced, _) = bodies.read(None, &json(), Body::from(sent.clone())).await.expect("the body fits in the budget");
+            let (announced, _) =
+                bodies.read(BodyForm::Json, None, &json(), Body::from(sent.clone())).await.expect("the body fits in the budget");
             assert!(announced == sent, "{length} bytes, announced");
         }
         let chunks = (0..3).map(|_| Ok::<_, Infallible>(Bytes::from(vec![b' '; 400_000])));
         assert!(matches!(
-            bodies.read(None, &json(), Body::from_stream(stream::iter(chunks))).await,
+            bodies.read(BodyForm::Json, None, &json(), Body::from_stream(stream::iter(chunks))).await,
             Err(ApiError::BodyTooLarge { .. })
         ));
     }
@@ -282,7 +314,7 @@ mod tests {
             (&[(CONTENT_TYPE, "application/json"), (CONTENT_ENCODING, "gzip")], false),
         ] {
             let map = headers.iter().map(|(name, value)| (name.clone(), HeaderValue::from_static(value))).collect();
-            assert_eq!(is_json(&map).is_ok(), accepted, "{headers:?}");
+            assert_eq!(check_type(BodyForm::Json, &map).is_ok(), accepted, "{headers:?}");
         }
     }
 }

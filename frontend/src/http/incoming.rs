@@ -3,12 +3,14 @@
 use super::{
     app::{App, HeaderOptions},
     body,
+    passed::PassedAnswer,
 };
 use crate::{
     admission::{Admitted, Client},
     dispatch::Prompt,
     error::ApiError,
     models::Served,
+    passthrough::ModelServers,
     prompt::reusable_hashes,
 };
 use axum::response::Response;
@@ -88,6 +90,8 @@ pub(super) enum Work {
     Run(Box<Job>),
     /// The request needs no worker, and this is its answer.
     Answered(Response),
+    /// Another server answers.
+    Passed(Box<PassedAnswer>),
 }
 
 impl From<Job> for Work {
@@ -109,15 +113,25 @@ impl Incoming {
     /// The body is not a valid request.
     pub(super) async fn parse<T: DeserializeOwned + Send + 'static>(&mut self, body: Bytes) -> Result<T, ApiError> {
         let elements_max = elements_max(self.app.models.context_length_max());
-        let inline = body.len() <= PARSE_INLINE_BYTES;
-        let parse = move || tandem_api::parse(&body, elements_max);
-        let (request, ignored) = if inline { parse()? } else { self.app.parsing.run(self.client.as_ref(), parse).await? };
+        let (request, ignored) = self.read(body.len(), move || tandem_api::parse(&body, elements_max)).await?;
         // If a body is parsed as two types, a field is ignored only if both ignore it.
         self.ignored = Some(match self.ignored.take() {
             Some(before) => before.also_in(&ignored),
             None => ignored,
         });
         Ok(request)
+    }
+
+    /// Runs `read`, which reads a body of `bytes` bytes. For a long body, `read` runs on a blocking thread.
+    ///
+    /// # Errors
+    /// `read` fails, or no core is free in time.
+    pub(super) async fn read<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        read: impl FnOnce() -> Result<T, RequestError> + Send + 'static,
+    ) -> Result<T, RequestError> {
+        if bytes <= PARSE_INLINE_BYTES { read() } else { self.app.parsing.run(self.client.as_ref(), read).await }
     }
 
     /// Returns the cached encodings that the request may use: those of its cache namespace.
@@ -210,14 +224,38 @@ impl Incoming {
     /// # Errors
     /// The request names no model or one that is not served, or its key may not use the model.
     pub(super) fn served(&mut self, model: Option<&str>) -> Result<Served, ApiError> {
+        let model = self.known(model)?;
+        // A LoRA may have been unloaded since.
+        self.app.models.get(model).ok_or_else(|| match self.app.passed.get(model) {
+            Some(_) => ApiError::PassedThrough { model: model.to_owned() },
+            None => ApiError::ModelNotFound { model: model.to_owned() },
+        })
+    }
+
+    /// Returns the servers of the model that the request names, to which the request is passed through.
+    ///
+    /// # Errors
+    /// The request names no model or one that is not passed through, or its key may not use the model.
+    pub(super) fn passed_through(&mut self, model: Option<&str>) -> Result<Arc<ModelServers>, ApiError> {
+        let model = self.known(model)?;
+        self.app.passed.get(model).cloned().ok_or_else(|| ApiError::NotPassedThrough { model: model.to_owned() })
+    }
+
+    /// Returns the id of the model that the request names, which is served or passed through, and records it.
+    ///
+    /// # Errors
+    /// The request names no model or an unknown one, or its key may not use the model.
+    fn known<'a>(&mut self, model: Option<&'a str>) -> Result<&'a str, ApiError> {
         let model = model.ok_or_else(|| ApiError::invalid("model", Problem::Missing))?;
-        let served = self.app.models.get(model).ok_or_else(|| ApiError::ModelNotFound { model: model.to_owned() })?;
-        self.admitted.model = Some(Arc::clone(&served.model));
-        self.admitted.call.set_model(&served.model.id);
+        if self.app.models.get(model).is_none() && self.app.passed.get(model).is_none() {
+            return Err(ApiError::ModelNotFound { model: model.to_owned() });
+        }
+        model.clone_into(&mut self.admitted.model);
+        self.admitted.call.set_model(model);
         if self.admitted.call.key.as_ref().is_some_and(|key| !key.allows(model)) {
             return Err(ApiError::ModelNotAllowed { model: model.to_owned() });
         }
-        Ok(served)
+        Ok(model)
     }
 
     /// Returns the model's prompt with these tokens. `index` is the prompt's position in the request; the prompt's id is made from it.

@@ -2,12 +2,11 @@
 
 use super::{
     app::App,
-    body,
+    body::{self, BodyForm},
     explain::explain,
     incoming::{Incoming, Work},
     request_id::{ClientRequestId, HttpRequestId},
     respond::{Reply, respond},
-    sse::events,
 };
 use crate::{
     admission::{Admitted, Client},
@@ -28,7 +27,7 @@ use tokio::sync::watch;
 
 /// Names the fields of a request that this server does not know.
 const IGNORED: HeaderName = HeaderName::from_static("x-tandem-ignored-parameters");
-const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+pub(super) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// Admits a request, converts its body to a job or an answer with `prepare`, and replies with the answer. Every outcome is counted.
 pub(super) async fn handle<F, W>(app: Arc<App>, endpoint: Endpoint, request: Request, prepare: F) -> Response
@@ -57,7 +56,7 @@ where
     }
     let client = client(header_options.as_ref().map_or("", |options| &options.account), &app, &parts);
     // The body is read even if the headers are refused: a client reads the reply only after it has sent its whole body.
-    let read = app.bodies.read(client.as_ref(), &parts.headers, body).await;
+    let read = app.bodies.read(BodyForm::of(endpoint), client.as_ref(), &parts.headers, body).await;
     let ((bytes, held), header_options) = match read.and_then(|read| Ok((read, header_options?))) {
         Ok(both) => both,
         Err(error) => return refused(&id, admitted, error),
@@ -77,17 +76,14 @@ where
     };
     let reply = match prepare(&mut incoming, bytes).await.map(Into::into) {
         Ok(Work::Answered(response)) => Ok(Reply::Whole(response)),
+        Ok(Work::Passed(answer)) => Ok(Reply::Passed(answer)),
         Ok(Work::Run(job)) if incoming.header_options.explain => explain(&incoming.app, *job).await.map(Reply::Whole),
         Ok(Work::Run(job)) => respond(&incoming, *job).await,
         Err(error) => Err(error),
     };
-    let Incoming { id, mut admitted, ignored, .. } = incoming;
+    let Incoming { id, admitted, ignored, .. } = incoming;
     let mut response = match reply {
-        Ok(Reply::Stream(begun)) => events(*begun, admitted),
-        Ok(Reply::Whole(response)) => {
-            admitted.finish(response.status());
-            response
-        }
+        Ok(reply) => reply.response(admitted),
         Err(error) => refused(&id, admitted, error),
     };
     let ignored = ignored.and_then(|ignored| HeaderValue::from_str(&ignored.joined()?).ok());

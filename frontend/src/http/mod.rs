@@ -10,6 +10,7 @@ mod conversation;
 mod cors;
 mod dashboard;
 mod explain;
+mod form;
 mod generate;
 mod guard;
 mod health;
@@ -18,6 +19,8 @@ mod lifecycle;
 mod messages;
 mod models;
 mod openapi;
+mod passed;
+mod passthrough;
 mod progress;
 mod readiness;
 mod request_id;
@@ -71,7 +74,8 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
         .route("/detokenize", post(tokenize::detokenize))
         .route("/v1/detokenize", post(tokenize::detokenize))
         .route("/v1/models", get(models::list))
-        .route("/v1/models/{*id}", get(models::one));
+        .route("/v1/models/{*id}", get(models::one))
+        .merge(passthrough::routes());
     if app.keys.is_some() || app.call_log.is_some() {
         routes = routes.route_layer(from_fn_with_state(Arc::clone(&app), access::checked));
     }

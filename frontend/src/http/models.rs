@@ -23,10 +23,17 @@ fn is_allowed(call: &OfCall, model: &str) -> bool {
     call.as_ref().and_then(|Extension(call)| call.key.as_ref()).is_none_or(|key| key.allows(model))
 }
 
+/// Returns the description of a model whose requests are passed through.
+fn describe_passed(app: &App, id: &str) -> Value {
+    json!({ "id": id, "object": "model", "created": app.since, "owned_by": "passthrough" })
+}
+
 /// Lists the models that the request's key may use.
 pub(super) async fn list(State(app): State<Arc<App>>, call: OfCall) -> Json<Value> {
     let allowed = app.models.all().into_iter().filter(|served| is_allowed(&call, &served.model.id));
-    let data: Vec<Value> = allowed.map(|served| describe(&app, &served.model)).collect();
+    let served = allowed.map(|served| describe(&app, &served.model));
+    let passed = app.passed.ids().filter(|id| is_allowed(&call, id)).map(|id| describe_passed(&app, id));
+    let data: Vec<Value> = served.chain(passed).collect();
     Json(json!({ "object": "list", "data": data }))
 }
 
@@ -36,9 +43,11 @@ pub(super) async fn one(
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
     let Ok(Path(id)) = id else { return Err(ApiError::UnknownPath) };
-    let served = app.models.get(&id).ok_or_else(|| ApiError::ModelNotFound { model: id.clone() })?;
+    let served = app.models.get(&id).map(|served| describe(&app, &served.model));
+    let found = served.or_else(|| app.passed.get(&id).map(|_| describe_passed(&app, &id)));
+    let found = found.ok_or_else(|| ApiError::ModelNotFound { model: id.clone() })?;
     if !is_allowed(&call, &id) {
         return Err(ApiError::ModelNotAllowed { model: id });
     }
-    Ok(Json(describe(&app, &served.model)))
+    Ok(Json(found))
 }

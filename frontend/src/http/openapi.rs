@@ -1,6 +1,6 @@
 //! The OpenAPI document of this server, made from the types of requests and answers and from the limits of the checks.
 
-use super::app::App;
+use super::{app::App, body::BodyForm, passthrough};
 use crate::models::Models;
 use axum::{Json, extract::State};
 use schemars::{JsonSchema, SchemaGenerator, generate::SchemaSettings, transform::RecursiveTransform};
@@ -24,6 +24,9 @@ const DEFINITIONS: &str = "/components/schemas";
 
 pub(super) async fn show(State(app): State<Arc<App>>) -> Json<Value> {
     let mut document = document(&app.models);
+    if app.passed.ids().next().is_some() {
+        add_passed(&mut document);
+    }
     if app.keys.is_some() {
         require_key(&mut document);
     }
@@ -187,6 +190,18 @@ fn add_tokens(paths: &mut Map<String, Value>, schemas: &mut Schemas) {
     }
 }
 
+/// Adds the paths whose requests are passed through.
+fn add_passed(document: &mut Value) {
+    let Some(paths) = document["paths"].as_object_mut() else { return };
+    for (path, endpoint) in passthrough::paths() {
+        let kind = if BodyForm::of(endpoint) == BodyForm::Json { "application/json" } else { "multipart/form-data" };
+        let schema = json!({ "type": "object", "properties": { "model": { "type": "string" } }, "required": ["model"] });
+        let request = json!({ "required": true, "content": { kind: { "schema": schema } } });
+        let ok = "The answer of the model's server, unchanged. `model` is the only field that this server reads.";
+        add_post(paths, path, "Is passed through to a server of the model.", request, responses(ok, json!({ "*/*": {} })));
+    }
+}
+
 fn add_models(paths: &mut Map<String, Value>, models: &Models) {
     let of_model = json!({ "$ref": "#/components/schemas/Model" });
     let list = object(json!({ "object": { "const": "list" }, "data": { "type": "array", "items": of_model } }));
@@ -232,9 +247,9 @@ fn model() -> Value {
         "type": "object",
         "properties": {
             "id": { "type": "string" }, "object": { "const": "model" }, "created": { "type": "integer" }, "owned_by": { "type": "string" },
-            "max_model_len": { "type": "integer" },
+            "max_model_len": { "type": "integer", "description": "Absent if the model's requests are passed through; `owned_by` is `passthrough`." },
         },
-        "required": ["id", "object", "created", "owned_by", "max_model_len"],
+        "required": ["id", "object", "created", "owned_by"],
     })
 }
 

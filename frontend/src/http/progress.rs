@@ -104,7 +104,7 @@ impl Progress {
             AnswerEvent::Delta(delta) if !delta.token_ids.is_empty() => {
                 prompt.record_tokens(delta, &self.metrics);
                 if let Some(key) = &self.call.key {
-                    key.charge_completion_tokens(delta.tokens());
+                    key.charge_tokens(delta.tokens());
                 }
             }
             // A lost worker cannot report the cached tokens. This must not be counted as a worker that has stopped reporting them.

@@ -8,7 +8,7 @@ use axum::{
 };
 use std::sync::Arc;
 
-const HEADER: HeaderName = HeaderName::from_static("x-request-id");
+pub(super) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
 /// A request's id, stored in the request's extensions. This server generates it, whatever the client sends.
 #[derive(Clone)]

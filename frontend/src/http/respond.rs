@@ -3,9 +3,10 @@
 use super::{
     answer::Run,
     incoming::{Incoming, Job},
-    sse::Begun,
+    passed::PassedAnswer,
+    sse::{Begun, events},
 };
-use crate::error::ApiError;
+use crate::{admission::Admitted, error::ApiError};
 use axum::{
     http::header,
     response::{IntoResponse, Response},
@@ -17,6 +18,21 @@ use tandem_api::answer::{AnswerFormat, KEEP_ALIVE};
 pub(super) enum Reply {
     Whole(Response),
     Stream(Box<Begun>),
+    Passed(Box<PassedAnswer>),
+}
+
+impl Reply {
+    /// Returns the response. If it is streamed, its body owns what was reserved for the request.
+    pub(super) fn response(self, mut admitted: Admitted) -> Response {
+        match self {
+            Self::Stream(begun) => events(*begun, admitted),
+            Self::Passed(answer) => answer.response(admitted),
+            Self::Whole(response) => {
+                admitted.finish(response.status());
+                response
+            }
+        }
+    }
 }
 
 /// Takes the job's tokens from the limit of its key, and runs the job to the end of its answer. If the answer is streamed, runs the job

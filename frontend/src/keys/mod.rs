@@ -75,6 +75,7 @@ impl fmt::Display for Exceeded {
         let Self { limit, per_minute, needed, .. } = self;
         match limit {
             Limit::Requests => write!(f, "This API key's limit of {per_minute} requests a minute is reached")?,
+            Limit::Tokens if *needed == 0 => write!(f, "This API key's limit of {per_minute} tokens a minute is reached")?,
             Limit::Tokens => {
                 write!(
                     f,
@@ -237,8 +238,8 @@ impl Key {
         self.usage.lock().take(Limit::Tokens, tokens)
     }
 
-    /// Takes generated tokens from the key's limit, even if fewer are left. Further requests then wait until the debt is refilled.
-    pub(crate) fn charge_completion_tokens(&self, tokens: u32) {
+    /// Takes tokens that were computed from the key's limit, even if fewer are left. Further requests then wait until the debt is refilled.
+    pub(crate) fn charge_tokens(&self, tokens: u32) {
         if let Some(bucket) = &mut self.usage.lock().tokens {
             bucket.charge(tokens, Instant::now());
         }

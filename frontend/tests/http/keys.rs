@@ -14,14 +14,14 @@ use tandem_proto::v1::Priority;
 use tandem_text::ServedModel;
 use tempfile::TempDir;
 
-struct KeyFile {
+pub struct KeyFile {
     folder: TempDir,
     file: ApiKeyFile,
 }
 
 impl KeyFile {
     /// Makes a file with one key, and returns its secret, too.
-    fn with(name: &str, change: impl FnOnce(&mut ApiKey)) -> (Self, String) {
+    pub fn with(name: &str, change: impl FnOnce(&mut ApiKey)) -> (Self, String) {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let mut keys = Self { folder, file: ApiKeyFile::default() };
         let secret = keys.add(name, change);
@@ -32,11 +32,11 @@ impl KeyFile {
         self.folder.path().join("keys.toml")
     }
 
-    fn log(&self) -> PathBuf {
+    pub fn log(&self) -> PathBuf {
         self.folder.path().join("audit.jsonl")
     }
 
-    fn add(&mut self, name: &str, change: impl FnOnce(&mut ApiKey)) -> String {
+    pub fn add(&mut self, name: &str, change: impl FnOnce(&mut ApiKey)) -> String {
         let make = |sha256| {
             let mut key = ApiKey {
                 name: name.to_owned(),
@@ -66,7 +66,7 @@ impl KeyFile {
         self.cluster_with(|_| {}).await
     }
 
-    async fn cluster_with(&self, change: impl FnOnce(&mut FrontendSettings)) -> Cluster {
+    pub async fn cluster_with(&self, change: impl FnOnce(&mut FrontendSettings)) -> Cluster {
         let keys = ApiKeys::open(self.path()).expect("the file is valid");
         let log = LineFile::open(&self.log(), "audit log").expect("the folder is writable");
         Cluster::with(|settings| {
@@ -83,7 +83,7 @@ fn limit(limit: u32) -> Option<NonZeroU32> {
     NonZeroU32::new(limit)
 }
 
-fn bearer(secret: &str) -> String {
+pub fn bearer(secret: &str) -> String {
     format!("Bearer {secret}")
 }
 
@@ -126,7 +126,7 @@ async fn until(cluster: &Cluster, secret: &str, status: StatusCode) {
 }
 
 /// Waits until the log has this many lines, and returns them.
-async fn lines(path: &Path, count: usize) -> Vec<Value> {
+pub async fn lines(path: &Path, count: usize) -> Vec<Value> {
     for _ in 0..400 {
         let text = std::fs::read_to_string(path).expect("the log exists");
         if text.lines().count() >= count && text.ends_with('\n') {

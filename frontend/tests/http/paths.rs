@@ -49,7 +49,7 @@ async fn trailing_slash_is_ignored_on_every_path() {
 #[tokio::test]
 async fn unknown_paths_are_refused_after_their_body_with_advice() {
     let cluster = Cluster::start().await;
-    for path in ["/v1/embeddings", "/api/chat", "/chat/completions", "/v1/v1/chat/completions"] {
+    for path in ["/v1/images/generations", "/api/chat", "/chat/completions", "/v1/v1/chat/completions"] {
         for method in [Method::GET, Method::POST, Method::DELETE] {
             let (status, error) = cluster.send(method, path, &[], vec![b' '; 100_000]).await.json().await;
             let message = error["error"]["message"].as_str().expect("the error has a message");

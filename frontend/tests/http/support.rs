@@ -179,6 +179,10 @@ impl Cluster {
     /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens. Requests do not wait for a
     /// router.
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
+        Self::measured(Metrics::default(), change).await
+    }
+
+    pub async fn measured(metrics: Metrics, change: impl FnOnce(&mut FrontendSettings)) -> Self {
         let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
         let (finish, finishes) = mpsc::unbounded_channel();
@@ -194,7 +198,7 @@ impl Cluster {
         let serve =
             tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode { calls: call, finishes: finish }));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(decode_listener)));
-        let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+        let shutdown = Shutdown::default();
         let mut settings = FrontendSettings::new(router.to_string(), ServedModel::sim("m").with_context_length(512));
         settings.router_wait = Duration::ZERO;
         change(&mut settings);

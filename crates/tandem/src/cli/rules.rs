@@ -32,6 +32,7 @@ const NEEDS: &[(&[&str], &[&str])] = &[
     (&["nats-key"], &["nats-cert"]),
     (&["tls-cert"], &["tls-key"]),
     (&["tls-key"], &["tls-cert"]),
+    (&["passthrough-key-file", "passthrough-ca"], &["passthrough"]),
     (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank", "trust-engine-model"], &["engine-url"]),
 ];
 
@@ -63,6 +64,10 @@ pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
     }
     check_engine(role, given, is_set)?;
     check_kv_capacity(given)?;
+    let mut passed = given.try_get_many::<String>("passthrough").ok().flatten().into_iter().flatten();
+    if passed.next().is_some_and(|first| first.starts_with("http://") || first.starts_with("https://")) {
+        return Err("--passthrough begins with a URL; write the model's id before it, as MODEL=URL".to_owned());
+    }
     let mut origins = given.try_get_many::<String>("cors_origin").ok().flatten().into_iter().flatten();
     if origins.any(|origin| origin == "*") && !is_set(&&"api-keys-file") {
         return Err(

@@ -4,7 +4,7 @@ use crate::settings::{ClusterTlsArgsError, DiscoveryArgsError, KeyFileError};
 use std::{error::Error, io, net::SocketAddr, path::PathBuf};
 #[cfg(feature = "cuda")]
 use tandem_devices::cuda::CudaError;
-use tandem_frontend::{ApiKeyFileError, TlsFilesError};
+use tandem_frontend::{ApiKeyFileError, PassthroughError, TlsFilesError};
 use tandem_model_store::ModelStoreError;
 use tandem_process::{events::NatsError, trace::TraceError};
 
@@ -52,8 +52,12 @@ pub enum StartError {
         "`tandem up` starts engines of one model; for --extra-model, start workers of each model, a router and `tandem frontend`"
     )]
     OneModel,
-    #[error("{} cannot be read; set --engine-ca to a file with a CA certificate", .path.display())]
-    EngineCa { path: PathBuf, source: io::Error },
+    #[error("{} cannot be read; set {flag} to a file with a CA certificate", .path.display())]
+    Ca { path: PathBuf, flag: &'static str, source: io::Error },
+    #[error("--passthrough cannot be used")]
+    Passthrough(#[from] PassthroughError),
+    #[error("--passthrough names {0}, which is also a served model; give one of the two another name (--served-model-name)")]
+    PassthroughServed(String),
     #[error("the engine at {url} cannot be used")]
     ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
     #[error("{0} is the name of a LoRA and of another model or another model's LoRA; give each model and LoRA a name of its own")]

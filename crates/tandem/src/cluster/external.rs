@@ -3,19 +3,12 @@
 
 use super::{
     EngineConfig, StartError,
-    parts::{ClusterParts, WorkerPlan, channel_to, description},
+    parts::{ClusterParts, WorkerPlan, channel_to, description, read_ca},
 };
 use crate::settings::{EngineKind, EngineLimits};
 use futures::FutureExt;
 use parking_lot::Mutex;
-use std::{
-    convert::Infallible,
-    fs, io, net,
-    panic::AssertUnwindSafe,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{convert::Infallible, io, net, panic::AssertUnwindSafe, path::Path, sync::Arc, time::Duration};
 use tandem_adapter::{ConnectError, Connected, ModelDescription, ServerDescription, ServerSettings};
 use tandem_decode_worker::DecodeWorkerError;
 use tandem_model_store::ModelSource;
@@ -112,8 +105,7 @@ impl ClusterParts {
 impl EngineConfig {
     pub(super) fn server(&self, url: &str, key: &ClusterKey) -> Result<ServerSettings, StartError> {
         let external = &self.worker.external;
-        let read = |path: &PathBuf| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
-        let ca = external.engine_ca.as_ref().map(read).transpose()?;
+        let ca = external.engine_ca.as_ref().map(|path| read_ca(path, "--engine-ca")).transpose()?;
         let limits = EngineLimits {
             block_size: self.block_size,
             running_max: self.worker.batch_max,

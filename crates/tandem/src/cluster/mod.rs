@@ -157,7 +157,7 @@ impl Cluster {
         };
         let mut parts = ClusterParts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
-        parts.open_access_files(&settings.frontend.tenants)?;
+        parts.open_access_files(&settings.frontend)?;
         let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend.tenants);
         access.warn_if_open();
         let router_listener = loopback().await?;
@@ -195,7 +195,7 @@ impl Cluster {
         for answers in starting {
             answers.end().await;
         }
-        parts.frontend(frontend, FrontendSettings { routers: [router.to_string()].into_iter().collect(), ..own }, &front);
+        parts.frontend(frontend, FrontendSettings { routers: [router.to_string()].into_iter().collect(), ..own }, &front)?;
         Ok(Self {
             model_id,
             frontend: address,

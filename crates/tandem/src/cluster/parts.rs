@@ -1,12 +1,12 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{EngineConfig, StartError, reachable};
-use crate::settings::{ClusterTlsArgs, CommonArgs, EngineKind, KvTransfer, RouterArgs, TelemetryArgs, TenantArgs, WorkerArgs};
+use crate::settings::{ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
 use futures::FutureExt;
-use std::{convert::Infallible, future::Future, net::SocketAddr, os::fd::AsFd, time::Duration};
+use std::{convert::Infallible, fs, future::Future, net::SocketAddr, os::fd::AsFd, path::Path, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
-use tandem_frontend::{ApiKeys, FrontendSettings, StartingAnswers, TlsFiles};
+use tandem_frontend::{ApiKeys, FrontendSettings, Passthrough, StartingAnswers, TlsFiles};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{
     Metrics, Shutdown,
@@ -45,7 +45,7 @@ pub(super) struct ClusterParts {
     tls: Option<ClusterTls>,
     block_size: u32,
     ledger: Ledger,
-    /// The frontend's TLS certificate, API keys and audit log, until the frontend takes them.
+    /// The opened files of the frontend, until the frontend takes them.
     access: AccessFiles,
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
@@ -57,12 +57,18 @@ pub(super) struct ClusterParts {
     upkeep: JoinSet<()>,
 }
 
-/// The opened files of a frontend: TLS certificate, API keys and audit log.
+/// The opened files of a frontend: TLS certificate, API keys and audit log; and the servers to which it passes requests through.
 #[derive(Default)]
 struct AccessFiles {
     tls: Option<TlsFiles>,
     keys: Option<ApiKeys>,
     audit_log: Option<LineFile>,
+    passthrough: Passthrough,
+}
+
+/// Reads the file with a CA certificate that `flag` names.
+pub(super) fn read_ca(path: &Path, flag: &'static str) -> Result<Vec<u8>, StartError> {
+    fs::read(path).map_err(|source| StartError::Ca { path: path.to_owned(), flag, source })
 }
 
 /// Reports on drop that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
@@ -133,8 +139,13 @@ impl ClusterParts {
         Ok(())
     }
 
-    /// Opens the TLS certificate, the file with the API keys and the audit log for the frontend that is started after this call.
-    pub(super) fn open_access_files(&mut self, settings: &TenantArgs) -> Result<(), StartError> {
+    /// Opens the TLS certificate, the file with the API keys, the audit log and the certificates of other servers for the frontend that is
+    /// started after this call.
+    pub(super) fn open_access_files(&mut self, settings: &FrontendArgs) -> Result<(), StartError> {
+        let FrontendArgs { passthrough, tenants: settings, .. } = settings;
+        let ca = passthrough.passthrough_ca.as_ref().map(|path| read_ca(path, "--passthrough-ca")).transpose()?;
+        let key = passthrough.passthrough_key_file.clone();
+        self.access.passthrough = Passthrough::new(passthrough.servers(), key, ca.as_deref(), &self.metrics)?;
         let tls = settings.tls_cert.clone().zip(settings.tls_key.clone());
         self.access.tls = tls.map(|(certificate, key)| TlsFiles::open(certificate, key)).transpose()?;
         self.access.keys = settings.api_keys_file.clone().map(ApiKeys::open).transpose()?;
@@ -248,13 +259,25 @@ impl ClusterParts {
     }
 
     /// Starts a frontend with these settings. The process adds its key, its files and its cluster.
-    pub(super) fn frontend(&mut self, listener: TcpListener, settings: FrontendSettings, shutdown: &Shutdown) {
+    ///
+    /// # Errors
+    /// A served model is also passed through.
+    pub(super) fn frontend(
+        &mut self,
+        listener: TcpListener,
+        settings: FrontendSettings,
+        shutdown: &Shutdown,
+    ) -> Result<(), StartError> {
         let access = std::mem::take(&mut self.access);
+        if let Some(id) = access.passthrough.ids().find(|id| settings.models.iter().any(|model| model.id == **id)) {
+            return Err(StartError::PassthroughServed(id.clone()));
+        }
         let settings = FrontendSettings {
             routers: settings.routers.with_key(self.key.clone()),
             tls: access.tls,
             api_keys: access.keys,
             audit_log: access.audit_log,
+            passthrough: access.passthrough,
             block_size: self.block_size,
             cluster: self.cluster.clone(),
             tracer: self.tracer.clone(),
@@ -263,6 +286,7 @@ impl ClusterParts {
         };
         let listener = self.listener(listener);
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, self.metrics.clone(), shutdown.clone()));
+        Ok(())
     }
 
     /// Starts a part that runs until the shutdown. If the part ends earlier, the process ends.

@@ -54,7 +54,7 @@ impl Process {
     pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
         let mut process = Self::new("tandem-frontend", &settings.discovery.cluster, &settings.common)?;
         process.parts.open_cluster_tls(&settings.cluster_tls, PeerRole::Frontend)?;
-        process.parts.open_access_files(&settings.frontend.tenants)?;
+        process.parts.open_access_files(&settings.frontend)?;
         let shared = settings.restart.reuse_port;
         let bind = || -> Result<_, StartError> {
             let admin = settings.admin_listen.map(|address| bind(address, "--admin-listen", shared)).transpose()?;
@@ -90,7 +90,7 @@ impl Process {
         for answers in starting.into_iter().flatten() {
             answers.end().await;
         }
-        process.parts.frontend(listener, FrontendSettings { routers, admin, ..frontend }, &process.service);
+        process.parts.frontend(listener, FrontendSettings { routers, admin, ..frontend }, &process.service)?;
         Ok(process)
     }
 

@@ -1,6 +1,6 @@
 //! Settings of frontends.
 
-use super::{LimitArgs, ParserArgs, RestartArgs, TenantArgs, common::with_commas};
+use super::{LimitArgs, ParserArgs, PassthroughArgs, RestartArgs, TenantArgs, common::with_commas};
 use crate::files::{self, Connections};
 use clap::Args;
 use serde::Serialize;
@@ -62,6 +62,11 @@ pub struct FrontendArgs {
     /// to the time in which load balancers notice that, if nothing else delays SIGTERM
     #[arg(long, env = "TANDEM_DRAIN_DELAY", value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=3_600))]
     pub drain_delay: u32,
+
+    /// Models of other servers.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub passthrough: PassthroughArgs,
 
     /// Limits on clients.
     #[command(flatten)]

@@ -146,7 +146,8 @@ function clear() {
 }
 
 async function showModels() {
-  const models = (await (await ask('v1/models')).json()).data.map(({ id }) => id);
+  const { data } = await (await ask('v1/models')).json();
+  const models = data.filter(({ owned_by: owner }) => owner !== 'passthrough').map(({ id }) => id);
   offerModels('chat', models);
   setText(byId('model'), models.join(', '));
 }
