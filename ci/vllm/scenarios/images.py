@@ -128,7 +128,8 @@ def same_texts(client, engine):
 def scenario(stage):
     engines = list(stage.engines)
     with Tandem(stage) as tandem:
-        client = tandem.up("images", engines)
+        # With smaller blocks than the engines', Tandem promises a part of a block that an engine finds as a whole or not at all.
+        client = tandem.up("images", engines, (), "--block-size", BLOCK)
         asking = Asking(client, engines)
         conversations(asking)
         separate(asking)
