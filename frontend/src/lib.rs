@@ -40,7 +40,6 @@ use futures::future::OptionFuture;
 use http::{App, Origins, Trust};
 use keys::Keys;
 use models::Models;
-use render::Renderers;
 use std::{sync::Arc, time::Duration};
 pub use tandem_process::listen::{TlsFiles, TlsFilesError};
 use tandem_process::{
@@ -102,17 +101,7 @@ pub async fn run(
     let (tls, watch_tls) = settings.tls.take().map(|files| Tls::new(files, metrics::tls_outdated(&metrics))).unzip();
     let origins = Origins::new(std::mem::take(&mut settings.cors_origins));
     let (drain_idle, shares_port) = (settings.drain_idle, settings.shares_port);
-    let renderers = Renderers::new(std::mem::take(&mut settings.renderers))?;
-    let app = Arc::new(App::new(
-        settings,
-        renderers,
-        keys,
-        trust,
-        routers.now(),
-        listener.network().clone(),
-        &metrics,
-        shutdown.clone(),
-    ));
+    let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone())?);
     let drain = || Drain { begun: CancellationToken::new(), idle_max: drain_idle };
     let limits = |all_max, per_address_max, proxies| {
         let refusal = error::ApiError::Connections.failure().body().to_string();

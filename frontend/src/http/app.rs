@@ -15,7 +15,7 @@ use crate::{
     models::Models,
     passthrough::Passthrough,
     recent::Recent,
-    render::Renderers,
+    render::{InvalidRenderer, Renderers},
     settings::{CacheIsolation, FrontendSettings},
 };
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
@@ -95,17 +95,19 @@ pub(crate) struct App {
 }
 
 impl App {
+    /// # Errors
+    /// The address or the certificates of a renderer cannot be used.
     pub(crate) fn new(
         settings: FrontendSettings,
-        renderers: Renderers,
         keys: Option<Arc<Keys>>,
         trust: Trust,
         routers: &BTreeSet<String>,
         network: Network,
         registry: &Metrics,
         shutdown: Shutdown,
-    ) -> Self {
+    ) -> Result<Self, InvalidRenderer> {
         let (metrics, limits) = (Arc::new(FrontendMetrics::new(registry)), AttemptLimits::of(&settings));
+        let renderers = Renderers::new(settings.renderers)?;
         let identity = Identity {
             cluster: settings.cluster,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -123,7 +125,7 @@ impl App {
         // after a 503.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
         let sequences = SequenceLimits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
-        Self {
+        Ok(Self {
             models,
             passed: settings.passthrough,
             dispatcher: Arc::new(dispatcher),
@@ -151,7 +153,7 @@ impl App {
             since: unix_time().as_secs(),
             heads: Heads::new(registry.clone()),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
-        }
+        })
     }
 
     /// Reads the options in a request's headers. The account is that of the request's key, if it has one.

@@ -17,7 +17,7 @@ use axum::{
     routing::{get, post},
     serve::ListenerExt,
 };
-use futures::{StreamExt, stream};
+use futures::stream;
 use generation::Generation;
 use parking_lot::Mutex;
 use serde_json::{Value, json};

@@ -151,7 +151,7 @@ fn everything_that_names_an_image_elsewhere_or_chooses_its_identity_is_refused()
         (json!({ "type": "image_embeds", "image_embeds": "" }), "'image_embeds'"),
         (json!({ "type": "file", "file": {} }), "'file'"),
     ] {
-        let error = chat(user(&[part.clone()])).err().unwrap_or_else(|| panic!("{part} is refused"));
+        let error = chat(user(std::slice::from_ref(&part))).err().unwrap_or_else(|| panic!("{part} is refused"));
         assert!(error.contains(expected), "{part}: {error}");
     }
     for source in [
