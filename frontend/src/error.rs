@@ -121,8 +121,7 @@ impl ApiError {
 
     /// Maps the error to the HTTP status and the fields of OpenAI's error body.
     fn parts(&self) -> Parts<'_> {
-        const INVALID: &str = "invalid_request_error";
-        let client = |status, param, code| Parts { status, kind: INVALID, param, code, retry_after: None };
+        let client = |status, param, code| Parts { status, kind: "invalid_request_error", param, code, retry_after: None };
         let bad = |param, code| client(StatusCode::BAD_REQUEST, param, code);
         let server = |status, code| Parts { status, kind: "server_error", param: None, code: Some(code), retry_after: Some(1) };
         let unavailable = |code| server(StatusCode::SERVICE_UNAVAILABLE, code);
@@ -132,7 +131,7 @@ impl ApiError {
             Parts { kind, retry_after, ..client(StatusCode::TOO_MANY_REQUESTS, None, code) }
         };
         match self {
-            Self::Request(RequestError::Busy) => unavailable("overloaded"),
+            Self::Request(RequestError::Busy) | Self::Overloaded => unavailable("overloaded"),
             Self::Request(RequestError::Failed) => failed("internal_error"),
             Self::Request(error) => bad(error.param(), Some(error.code())),
             Self::BodyTooLarge { .. } => client(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
@@ -158,7 +157,6 @@ impl ApiError {
             Self::Origin => client(StatusCode::FORBIDDEN, None, Some("foreign_origin")),
             Self::Connections => unavailable("too_many_connections"),
             Self::Starting { .. } => unavailable("starting"),
-            Self::Overloaded => unavailable("overloaded"),
             Self::Renderers => unavailable("no_renderer"),
             Self::TooManySequences { .. } => bad(Some("n"), Some("too_many_sequences")),
             Self::ClientLimit { .. } => limited(Some(1)),

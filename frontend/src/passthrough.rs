@@ -3,7 +3,7 @@
 //! A request is sent to the healthy server with the fewest requests in flight. If a server does not begin an answer, the request is sent to
 //! another one. No server gets a request twice.
 
-use crate::{error::ApiError, metrics::PassthroughMetrics};
+use crate::metrics::PassthroughMetrics;
 use axum::{
     body::Body,
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header},
@@ -126,16 +126,13 @@ impl Passthrough {
 }
 
 impl ModelServers {
-    /// Sends a request with this path, query, headers and body to one server after the other, until one begins an answer.
-    ///
-    /// # Errors
-    /// No server begins an answer.
+    /// Sends a request with this path, query, headers and body to one server after the other, until one begins an answer. `None`: none does.
     pub(crate) async fn send(
         self: &Arc<Self>,
         path: &str,
         mut headers: HeaderMap,
         body: Bytes,
-    ) -> Result<(Response, PassedPlace), ApiError> {
+    ) -> Option<(Response, PassedPlace)> {
         headers.extend(self.authorization());
         let (mut tried, mut lost) = (Vec::new(), 0);
         while lost < LOST_MAX
@@ -148,14 +145,14 @@ impl ModelServers {
                 Ok(answer) if answer.status() == StatusCode::UNAUTHORIZED => {
                     place.failed("it does not accept the key in --passthrough-key-file");
                 }
-                Ok(answer) => return Ok((answer.map(Body::new), place)),
+                Ok(answer) => return Some((answer.map(Body::new), place)),
                 Err(error) => {
                     lost += usize::from(!error.cannot_have_ended_the_server());
                     place.failed(&error_chain(&error));
                 }
             }
         }
-        Err(ApiError::NoServer { model: self.model.clone() })
+        None
     }
 
     fn authorization(&self) -> Option<(HeaderName, HeaderValue)> {

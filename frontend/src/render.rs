@@ -1,6 +1,5 @@
 //! Renderers: vLLM servers that convert conversations with images to token ids. Only they and the engines decode images.
 
-use crate::error::ApiError;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use bytes::Bytes;
 use ring::digest::{Context, SHA256};
@@ -130,17 +129,17 @@ impl Renderers {
     }
 
     /// Converts a conversation to token ids. `body` is that of [`tandem_api::chat::Chat::rendering`], and `ids` are the identities of the
-    /// images. The renderers are asked in rotation; if one fails, the next ones are.
+    /// images. The renderers are asked in rotation; if one fails, the next ones are. `None`: all fail.
     ///
     /// # Errors
-    /// A renderer refuses the conversation, or none answers.
+    /// A renderer refuses the conversation.
     pub(crate) async fn render(
         &self,
         model: &str,
         context_length: u32,
         body: Bytes,
         ids: &[String],
-    ) -> Result<Rendered, ApiError> {
+    ) -> Result<Option<Rendered>, RequestError> {
         let answer_max = ANSWER_BYTES + TOKEN_BYTES * context_length as usize + IMAGE_BYTES * ids.len();
         let of_model: Vec<_> = self.of(model).collect();
         let first = self.next.fetch_add(1, Ordering::Relaxed);
@@ -149,8 +148,8 @@ impl Renderers {
             let answer = timeout(ANSWER_TIMEOUT, renderer.ask(client, body.clone(), answer_max));
             let answer = answer.await.unwrap_or(Err(HttpError::Timeout(ANSWER_TIMEOUT).into()));
             match answer.and_then(|answer| check(&answer, ids)) {
-                Ok(rendered) => return Ok(rendered),
-                Err(RenderFailure::Refused(message)) => return Err(RequestError::Renderer { message }.into()),
+                Ok(rendered) => return Ok(Some(rendered)),
+                Err(RenderFailure::Refused(message)) => return Err(RequestError::Renderer { message }),
                 Err(failure) => {
                     if let Some(left_out) = self.failures_logged.admit() {
                         let error = tandem_process::retry::error_chain(&failure);
@@ -159,7 +158,7 @@ impl Renderers {
                 }
             }
         }
-        Err(ApiError::Renderers)
+        Ok(None)
     }
 }
 

@@ -23,6 +23,7 @@ mod messages;
 mod names;
 mod options;
 mod parameters;
+mod rendering;
 pub mod responses;
 mod responses_fields;
 mod schema;

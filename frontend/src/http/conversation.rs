@@ -106,7 +106,8 @@ pub(super) async fn encode(incoming: &mut Incoming, model: &Arc<ServedModel>, ch
         Ok((chat, images.into_iter().zip(ids), texts, body))
     };
     let (chat, images, ids, body) = incoming.encode_conversation(prepare).await?;
-    let Rendered { tokens, places } = renderers.render(&model.id, model.context_length, body.into(), &ids).await?;
+    let rendered = renderers.render(&model.id, model.context_length, body.into(), &ids).await?;
+    let Rendered { tokens, places } = rendered.ok_or(ApiError::Renderers)?;
     let image = |((CheckedImage { media_type, data }, ImageId(id)), ImagePlace { offset, length }): (_, ImagePlace)| Image {
         id: id.to_vec(),
         offset,

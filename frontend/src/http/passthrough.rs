@@ -86,6 +86,7 @@ async fn pass(incoming: &mut Incoming, path: &str, mut headers: HeaderMap, body:
     let own = [(request_id::HEADER, &incoming.id), (TRACEPARENT, &incoming.traceparent)].into_iter();
     let own = own.filter(|(_, value)| !value.is_empty());
     headers.extend(own.filter_map(|(name, value)| Some((name, value.parse().ok()?))));
-    let (response, place) = servers.send(path, headers, body).await?;
+    let answer = servers.send(path, headers, body).await;
+    let (response, place) = answer.ok_or_else(|| ApiError::NoServer { model: incoming.admitted.model.clone() })?;
     Ok(Work::Passed(Box::new(PassedAnswer { response, place })))
 }

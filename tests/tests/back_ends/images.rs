@@ -214,7 +214,8 @@ async fn answer_to_a_picture_is_continued_on_another_worker() -> Result<()> {
 
 #[tokio::test]
 async fn pictures_are_placed_only_on_workers_that_accept_them() -> Result<()> {
-    let cluster = Cluster::start(vec![FakeSettings::default(), reading_images(), FakeSettings::default()]).await?;
+    let fakes = vec![FakeSettings::default(), reading_images(), FakeSettings::default()];
+    let cluster = Cluster::with_renderers(fakes, |engines| vec![renderer(engines[1].fake.url())]).await?;
     for number in 0..6 {
         cluster.answer(&chat(&[user(&[text(&prose(&number.to_string(), 50)), picture(number)])], json!({}))).await?;
     }

@@ -102,7 +102,7 @@ fn decoders() -> BTreeMap<&'static str, Decode> {
     AnswerFinished, AttemptFailed, BadWord, BookedLoad, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply,
     BookingsRequest, CacheTotals, Candidate, Cleared, Constraint, Cost, DecodeStarted, DescribeRequest, Draining, EqualPrompt,
     ExistingPlacement, ExplainReply, ExplainRequest, ExplainedWorker, Failure, FinishReply, FinishRequest, Finished, GenerateReply,
-    GenerateRequest, Identity, Image, KnownPrefix, KvEvent, KvEventBatch, KvHandle, KvPulled, KvRoom, Load, ModelView, NcclControlReply, NcclControlRequest,
+    GenerateRequest, Identity, Image, KnownPrefix, KvEvent, KvEventBatch, KvHandle, KvPulled, KvRoom, Load, Loras, ModelView, NcclControlReply, NcclControlRequest,
     Placement, PlacementTotals, PrefixFacts, PrefillChunk, PrefillDone, PrefillFinished, PrefillReply, PrefillRequest, PrefillStart,
     PrefillTimeline, Priority, PromptLogprobs, PushReply, PushRequest, ReadyBlocks, Removed, ResumedSample, RoutePrompt, RouteReply,
     RouteRequest, Sampling, Scheduled, SnapshotChunk, SnapshotRequest, StepTotals, Stored, Submitted, Ticket, Token, TokenLogprob,

@@ -1,5 +1,7 @@
 use super::*;
+use crate::chat::Chat;
 use crate::parameters::{ChatRequest, MessagesRequest, ResponsesRequest};
+use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 
 /// A PNG of 64 × 64 pixels.
