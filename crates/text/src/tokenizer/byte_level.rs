@@ -56,12 +56,12 @@ impl ByteLevel {
 
     pub(super) fn encode_sections(&self, text: &str, sections: usize, ids: &mut Vec<TokenId>) {
         let starts = (0..=sections).map(|section| text.ceil_char_boundary(text.len() * section / sections)).collect::<Vec<_>>();
-        let sections: Vec<Section> = thread::scope(|scope| {
+        let sections: Vec<TextSection> = thread::scope(|scope| {
             let others = starts[1..].windows(2).map(|range| scope.spawn(|| self.section(text, range[0]..range[1])));
             let others: Vec<_> = others.collect();
             let first = self.section(text, 0..starts[1]);
             // A panic of a thread continues here.
-            let join = |thread: thread::ScopedJoinHandle<'_, Section>| {
+            let join = |thread: thread::ScopedJoinHandle<'_, TextSection>| {
                 thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
             std::iter::once(first).chain(others.into_iter().map(join)).collect()
@@ -82,8 +82,8 @@ impl ByteLevel {
     }
 
     /// Encodes the text from the start of `range` until [`OVERLAP_BYTES`] after its end.
-    fn section(&self, text: &str, range: Range<usize>) -> Section {
-        let mut section = Section { ids: Vec::with_capacity(range.len() / 4), head: Vec::new(), tail: Vec::new() };
+    fn section(&self, text: &str, range: Range<usize>) -> TextSection {
+        let mut section = TextSection { ids: Vec::with_capacity(range.len() / 4), head: Vec::new(), tail: Vec::new() };
         let (mut scratch, mut at) = (BpeScratch::default(), range.start);
         let end = self.splitter.parts(&text[range.start..], &mut |part| {
             let boundary = (at, section.ids.len());
@@ -108,7 +108,7 @@ impl ByteLevel {
 }
 
 /// A section of a text that one thread has encoded. It begins anywhere, perhaps within a word.
-struct Section {
+struct TextSection {
     ids: Vec<TokenId>,
     /// The places between parts near the section's start: the offset in the text, and the number of ids before it.
     head: Vec<(usize, usize)>,
@@ -116,7 +116,7 @@ struct Section {
     tail: Vec<(usize, usize)>,
 }
 
-impl Section {
+impl TextSection {
     /// Returns how many ids this section and the next one have before the first place at which both split the text. From there on both split it
     /// in the same way.
     fn meets(&self, next: &Self) -> Option<(usize, usize)> {
