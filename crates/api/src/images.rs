@@ -1,7 +1,7 @@
 //! The images of a conversation: their parts in requests, the limits that are checked before a renderer decodes them, and the body of the
 //! renderer's request.
 //!
-//! In a conversation's texts, [`MARK`] stands for an image, and [`BREAK`] is between two parts of a message with images.
+//! In a conversation's texts, `MARK` stands for an image, and `BREAK` is between two parts of a message with images.
 
 mod header;
 
