@@ -29,6 +29,8 @@ pub(crate) enum Endpoint {
     CountTokens,
     Tokenize,
     Detokenize,
+    /// Any request to an endpoint picker that it does not read.
+    Forwarded,
 }
 
 pub(crate) struct FrontendMetrics {
@@ -71,6 +73,7 @@ impl Endpoint {
             Self::CountTokens => "count_tokens",
             Self::Tokenize => "tokenize",
             Self::Detokenize => "detokenize",
+            Self::Forwarded => "forwarded",
         }
     }
 
@@ -82,6 +85,7 @@ impl Endpoint {
             Self::Completions | Self::Generate => "text_completion",
             Self::Tokenize => "tokenize",
             Self::Detokenize => "detokenize",
+            Self::Forwarded => "forwarded",
         }
     }
 }

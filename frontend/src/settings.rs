@@ -99,6 +99,8 @@ pub struct FrontendSettings {
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use the headers `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
+    /// For an endpoint picker: the maximum number of further endpoints that it names to the gateway. `None`: this is no endpoint picker.
+    pub alternatives: Option<u32>,
 }
 
 /// Which requests share cached KV. Requests for different models, or with different `cache_salt`, never share it.
@@ -163,6 +165,7 @@ impl FrontendSettings {
             cache_isolation: CacheIsolation::Shared,
             trusted_proxies: Vec::new(),
             expose_details: ExposeDetails::Trusted,
+            alternatives: None,
         }
     }
 }

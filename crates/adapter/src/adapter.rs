@@ -32,6 +32,18 @@ pub struct Adapter {
     pub(crate) hung: watch::Receiver<bool>,
 }
 
+impl Adapter {
+    /// Refuses a request if this worker only observes its engine.
+    fn check_computes(&self) -> Result<(), Refusal> {
+        if self.shared.engine_endpoint.is_empty() {
+            return Ok(());
+        }
+        Err(Refusal::Unsupported(
+            "this worker only observes its engine (--observe); the engine's requests come through a gateway".into(),
+        ))
+    }
+}
+
 #[tonic::async_trait]
 impl Backend for Adapter {
     fn info(&self) -> &EngineInfo {
@@ -39,11 +51,13 @@ impl Backend for Adapter {
     }
 
     async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal> {
+        self.check_computes()?;
         prefill.check(self.info())?;
         Ok(Box::new(job::prefill(&self.shared, &self.api, prefill)?))
     }
 
     async fn generate(&self, mut generate: Generate) -> Result<Box<dyn Job>, Refusal> {
+        self.check_computes()?;
         generate.check(self.info())?;
         // Without this constraint, which no engine can enforce, the model can still call these tools.
         generate.sampling.constraint.take_if(|constraint| matches!(constraint.kind, Kind::CallInputs(_)));
@@ -105,6 +119,10 @@ impl Backend for Adapter {
 
     fn shared_store(&self) -> &str {
         &self.shared.shared_store
+    }
+
+    fn engine_endpoint(&self) -> &str {
+        &self.shared.engine_endpoint
     }
 
     fn cached_blocks_max(&self) -> u32 {

@@ -19,15 +19,14 @@ mod assumed;
 mod blocks;
 mod groups;
 
-use crate::{
-    event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys},
-    salt,
-};
+use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys};
 use assumed::Assumed;
 use blocks::MirrorBlocks;
 use groups::{LayerGroups, Need};
 use std::collections::{BTreeSet, HashMap};
-use tandem_kv::{ByTier, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, Tier, TokenId, child_hashes, sequence_hashes};
+use tandem_kv::{
+    ByTier, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, Tier, TokenId, child_hashes, root_hash, sequence_hashes,
+};
 
 /// The settings of a [`Mirror`].
 #[derive(Clone, Copy, Debug)]
@@ -299,7 +298,7 @@ impl Mirror {
         let (parent, first) = match (before, keys) {
             (Before::Unidentified, _) => return Err(&mut unroutable.parent),
             (Before::Block(parent), ExtraKeys::None) => (Some(parent), parent),
-            (Before::Nothing, ExtraKeys::Text(salt)) => match salt::root_hash(salt) {
+            (Before::Nothing, ExtraKeys::Text(salt)) => match root_hash(salt) {
                 Some(root) => (None, root),
                 None => return Err(&mut unroutable.namespace),
             },

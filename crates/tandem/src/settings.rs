@@ -33,7 +33,7 @@ pub use limits::{HostArgs, LimitArgs};
 pub use model::{EngineKind, ModelArgs};
 pub use parsers::{ForModel, ParserArgs};
 pub use restart::RestartArgs;
-pub use roles::{FrontendProcess, ProcessArgs, RouterProcess, UpSettings, WorkerProcess};
+pub use roles::{EppProcess, FrontendProcess, PickerPorts, ProcessArgs, RouterProcess, UpSettings, WorkerProcess};
 pub use router::RouterArgs;
 pub use sim::SimArgs;
 pub use tandem_router::{PolicyKind, PrefillPlace};

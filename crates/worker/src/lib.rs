@@ -125,6 +125,7 @@ impl Worker {
             step_tokens: backend.step_tokens(),
             loras: backend.loras().to_vec(),
             shared_store: backend.shared_store().to_owned(),
+            engine_endpoint: backend.engine_endpoint().to_owned(),
             needs_prefill_worker: backend.kv_exchange().computes_no_prompts(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, metrics);

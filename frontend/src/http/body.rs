@@ -71,7 +71,11 @@ impl Bodies {
         read
     }
 
-    async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, HeldBytes), ApiError> {
+    /// Reads a body as [`Bodies::read`] does, but leaves the rest of a refused body.
+    ///
+    /// # Errors
+    /// The body is too large, too slow or incomplete, or the budget is used up.
+    pub(super) async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, HeldBytes), ApiError> {
         let too_large = ApiError::BodyTooLarge { max: self.max };
         if body.size_hint().lower() > self.max as u64 {
             return Err(too_large);
@@ -161,7 +165,7 @@ fn grow(held: &mut HeldBytes, bytes: usize) -> Result<(), ApiError> {
 /// Checks that the content type is JSON. Browsers send JSON to another site only after a CORS preflight, which this server refuses, but
 /// they send forms and plain text without a preflight. A request without a content type needs an Authorization header, which also needs a
 /// preflight.
-fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
+pub(super) fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
         return Err(ApiError::ContentEncoding);

@@ -18,6 +18,7 @@ mod lifecycle;
 mod messages;
 mod models;
 mod openapi;
+pub(crate) mod picker;
 mod progress;
 mod readiness;
 mod request_id;

@@ -2,6 +2,7 @@
 
 pub mod engine;
 pub mod events;
+mod openai;
 pub mod server;
 pub mod tokenizer;
 
