@@ -110,8 +110,7 @@ impl App {
             key_fingerprint: network.key().fingerprint().to_owned(),
             ..Identity::default()
         };
-        let models = Models::new(settings.models, &identity);
-        let hash_key = network.key().hash_key();
+        let (models, hash_key) = (Models::new(settings.models, &identity), network.key().hash_key());
         let limits = AttemptLimits {
             attempts: settings.attempts,
             attempt_timeout: settings.attempt_timeout,
