@@ -55,7 +55,6 @@ const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/tandem/src/cluster/process.rs", 2, EndsTheProcess),
     ("crates/tandem/src/cluster/weights.rs", 1, EndsTheProcess),
     ("crates/model-store/src/pypi.rs", 3, EndsItsRequest),
-    ("crates/text/src/tokenizer/byte_level.rs", 1, EndsItsRequest),
     ("crates/transfer/src/blocking.rs", 2, EndsItsRequest),
     ("crates/transfer/src/nccl/receiver.rs", 3, EndsItsRequest),
     ("crates/transfer/src/nccl/sender.rs", 3, EndsItsRequest),

@@ -159,7 +159,10 @@ impl ReplayArgs {
         let name = server.key_env.as_deref().unwrap_or(KEY_VARIABLE);
         let key = bearer(name)?;
         ensure!(server.key_env.is_none() || key.is_some(), "--key-env: the variable {name} is not set");
-        headers.extend(key.map(|key| (tandem_load::AUTHORIZATION, key)));
+        // A key that --header gives takes precedence over the one of the user's environment.
+        if let Some(key) = key.filter(|_| server.key_env.is_some() || !headers.contains_key(tandem_load::AUTHORIZATION)) {
+            headers.insert(tandem_load::AUTHORIZATION, key);
+        }
         let sent = match (pace.concurrency, pace.rate) {
             (Some(concurrency), _) => Pace::Closed { concurrency: concurrency as usize },
             (None, Some(per_second)) => Pace::Rate { per_second },

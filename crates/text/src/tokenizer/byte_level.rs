@@ -6,16 +6,10 @@ use super::{
     spelling::Spelling,
     splitter::Splitter,
 };
-use std::{borrow::Cow, collections::HashMap, ops::ControlFlow, ops::Range, thread};
+use std::{borrow::Cow, collections::HashMap};
 use tandem_kv::TokenId;
 use tokenizers::{ModelWrapper, NormalizerWrapper, models::bpe::BPE};
 use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization, is_nfc_quick};
-
-/// A text of this many bytes for each thread is encoded by several threads: about 1 ms of work, and twenty times the cost of a thread.
-const SECTION_BYTES: usize = 16 << 10;
-const THREADS_MAX: usize = 4;
-/// The number of bytes for which a thread continues where the next one has begun. Both soon split the text at the same places.
-const OVERLAP_BYTES: usize = 512;
 
 pub(super) struct ByteLevel {
     /// Whether a letter and its accents are first composed to one character (NFC).
@@ -46,81 +40,11 @@ impl ByteLevel {
         Some(Self { composed, splitter, bpe: bpe(model)? })
     }
 
-    /// Appends the ids of a text. Several threads encode a long one.
+    /// Appends the ids of a text.
     pub(super) fn encode(&self, text: &str, ids: &mut Vec<TokenId>) {
+        let mut scratch = BpeScratch::default();
         let text = if self.composed { compose(text) } else { Cow::Borrowed(text) };
-        let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
-        let sections = if self.splitter.forgets() { (text.len() / SECTION_BYTES).clamp(1, threads) } else { 1 };
-        self.encode_sections(&text, sections, ids);
-    }
-
-    pub(super) fn encode_sections(&self, text: &str, sections: usize, ids: &mut Vec<TokenId>) {
-        let starts = (0..=sections).map(|section| text.ceil_char_boundary(text.len() * section / sections)).collect::<Vec<_>>();
-        let sections: Vec<TextSection> = thread::scope(|scope| {
-            let others = starts[1..].windows(2).map(|range| scope.spawn(|| self.section(text, range[0]..range[1])));
-            let others: Vec<_> = others.collect();
-            let first = self.section(text, 0..starts[1]);
-            // A panic of a thread continues here.
-            let join = |thread: thread::ScopedJoinHandle<'_, TextSection>| {
-                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            };
-            std::iter::once(first).chain(others.into_iter().map(join)).collect()
-        });
-        let begin = ids.len();
-        let mut from = 0;
-        for (at, section) in sections.iter().enumerate() {
-            let meets = sections.get(at + 1).map_or(Some((section.ids.len(), 0)), |next| section.meets(next));
-            let Some((until, next)) = meets.filter(|(until, _)| *until >= from) else {
-                // A part of the text is longer than the overlap.
-                ids.truncate(begin);
-                ids.extend(self.section(text, 0..text.len()).ids);
-                return;
-            };
-            ids.extend_from_slice(&section.ids[from..until]);
-            from = next;
-        }
-    }
-
-    /// Encodes the text from the start of `range` until [`OVERLAP_BYTES`] after its end.
-    fn section(&self, text: &str, range: Range<usize>) -> TextSection {
-        let mut section = TextSection { ids: Vec::with_capacity(range.len() / 4), head: Vec::new(), tail: Vec::new() };
-        let (mut scratch, mut at) = (BpeScratch::default(), range.start);
-        let end = self.splitter.parts(&text[range.start..], &mut |part| {
-            let boundary = (at, section.ids.len());
-            if at < range.start + OVERLAP_BYTES {
-                section.head.push(boundary);
-            }
-            if at >= range.end {
-                section.tail.push(boundary);
-                if at >= range.end + OVERLAP_BYTES {
-                    return ControlFlow::Break(());
-                }
-            }
-            self.splitter.words(part, &mut |word| self.bpe.encode(word.as_bytes(), &mut scratch, &mut section.ids));
-            at += part.len();
-            ControlFlow::Continue(())
-        });
-        if end.is_continue() {
-            section.tail.push((at, section.ids.len()));
-        }
-        section
-    }
-}
-
-/// A section of a text that one thread has encoded. It begins anywhere, perhaps within a word.
-struct TextSection {
-    ids: Vec<TokenId>,
-    /// The places between parts near the section's start: the offset in the text, and the number of ids before it.
-    head: Vec<(usize, usize)>,
-    /// The places between parts from the section's end on.
-    tail: Vec<(usize, usize)>,
-}
-
-impl TextSection {
-    /// Returns how many ids this section and the next one have before the first place at which both split the text. From there on both split it
-    /// in the same way.
-    fn meets(&self, next: &Self) -> Option<(usize, usize)> {
-        self.tail.iter().find_map(|(at, ids)| next.head.iter().find(|(other, _)| other == at).map(|(_, next)| (*ids, *next)))
+        self.splitter.split(&text, &mut |word| self.bpe.encode(word.as_bytes(), &mut scratch, ids));
     }
 }
 

@@ -6,7 +6,6 @@ use regex_automata::{
     util::pool::Pool,
 };
 use regex_syntax::ast::{self, Ast, parse::Parser};
-use std::ops::ControlFlow;
 use tokenizers::{PreTokenizerWrapper, SplitDelimiterBehavior, pre_tokenizers::split::SplitPattern};
 
 /// The last alternatives of most pre-tokenizers' patterns: the white space before a word, except its last character, is a word of its own.
@@ -27,8 +26,6 @@ enum SplitStep {
 struct Pattern {
     /// The pattern without [`SPACES`] and, if it had them, the second pattern `\s+`.
     regex: Regex,
-    /// Whether the pattern looks at the text before a match.
-    looks_back: bool,
     caches: Pool<Cache, Box<dyn Fn() -> Cache + Send + Sync + std::panic::UnwindSafe + std::panic::RefUnwindSafe>>,
 }
 
@@ -45,53 +42,30 @@ impl Splitter {
         (!last.add_prefix_space).then_some(Self(steps))
     }
 
-    /// Whether the parts of a text after the end of a part depend only on the text after it.
-    pub(super) fn forgets(&self) -> bool {
-        !matches!(self.0.first(), Some(SplitStep::Pattern(pattern)) if pattern.looks_back)
-    }
-
-    /// Calls `part` with each part that the first step makes of the text, until it breaks. Together the parts are the text.
-    pub(super) fn parts<'a>(&self, text: &'a str, part: &mut impl FnMut(&'a str) -> ControlFlow<()>) -> ControlFlow<()> {
-        match self.0.first() {
-            Some(step) => step.split(text, part),
-            None => part(text),
-        }
-    }
-
-    /// Calls `word` with each word of a part.
-    pub(super) fn words<'a>(&self, part: &'a str, word: &mut impl FnMut(&'a str)) {
-        let _ = split(self.0.get(1..).unwrap_or_default(), part, &mut |part| {
-            word(part);
-            ControlFlow::Continue(())
-        });
+    /// Calls `word` with each word of the text.
+    pub(super) fn split<'a>(&self, text: &'a str, word: &mut impl FnMut(&'a str)) {
+        split(&self.0, text, word);
     }
 }
 
-fn split<'a>(steps: &[SplitStep], text: &'a str, word: &mut dyn FnMut(&'a str) -> ControlFlow<()>) -> ControlFlow<()> {
+fn split<'a>(steps: &[SplitStep], text: &'a str, word: &mut impl FnMut(&'a str)) {
     match steps.split_first() {
+        _ if text.is_empty() => {}
         None => word(text),
-        Some((step, rest)) => step.split(text, &mut |part| split(rest, part, word)),
+        Some((SplitStep::Pattern(pattern), rest)) => pattern.split(text, &mut |part| split(rest, part, word)),
+        Some((SplitStep::Digits, rest)) => {
+            let mut last = 0;
+            for (start, digit) in text.match_indices(char::is_numeric) {
+                split(rest, &text[last..start], word);
+                split(rest, digit, word);
+                last = start + digit.len();
+            }
+            split(rest, &text[last..], word);
+        }
     }
 }
 
 impl SplitStep {
-    /// Calls `part` with each part of the text that is not empty, until it breaks.
-    fn split<'a>(&self, text: &'a str, part: &mut impl FnMut(&'a str) -> ControlFlow<()>) -> ControlFlow<()> {
-        let part = &mut |text: &'a str| if text.is_empty() { ControlFlow::Continue(()) } else { part(text) };
-        match self {
-            Self::Pattern(pattern) => pattern.split(text, part),
-            Self::Digits => {
-                let mut last = 0;
-                for (start, digit) in text.match_indices(char::is_numeric) {
-                    part(&text[last..start])?;
-                    part(digit)?;
-                    last = start + digit.len();
-                }
-                part(&text[last..])
-            }
-        }
-    }
-
     fn of(pre_tokenizer: &PreTokenizerWrapper) -> Option<Self> {
         match pre_tokenizer {
             PreTokenizerWrapper::Digits(digits) => digits.individual_digits.then_some(Self::Digits),
@@ -110,21 +84,16 @@ impl Pattern {
         let (head, has_spaces) = pattern.strip_suffix(SPACES).map_or((pattern, false), |head| (head, true));
         let ast = Parser::new().parse(head).ok()?;
         ast::visit(&ast, NoNestedRepetition).ok()?;
-        let parsed = regex_syntax::parse(head).ok()?;
-        if parsed.properties().minimum_len() == Some(0) {
+        if regex_syntax::parse(head).ok()?.properties().minimum_len() == Some(0) {
             return None;
         }
         let patterns: &[&str] = if has_spaces { &[head, r"\s+"] } else { &[head] };
         let regex = Regex::new_many(patterns).ok()?;
         let caches = regex.clone();
-        Some(Self {
-            regex,
-            looks_back: !parsed.properties().look_set().is_empty(),
-            caches: Pool::new(Box::new(move || caches.create_cache())),
-        })
+        Some(Self { regex, caches: Pool::new(Box::new(move || caches.create_cache())) })
     }
 
-    fn split<'a>(&self, text: &'a str, part: &mut impl FnMut(&'a str) -> ControlFlow<()>) -> ControlFlow<()> {
+    fn split<'a>(&self, text: &'a str, part: &mut impl FnMut(&'a str)) {
         let mut cache = self.caches.get();
         let mut last = 0;
         // Most patterns match at every position, and a search that is anchored at its start is cheaper.
@@ -146,11 +115,11 @@ impl Pattern {
                 let space = text[found.range()].char_indices().next_back().map_or(0, |(space, _)| space);
                 at = if space > 0 { found.start() + space } else { at };
             }
-            part(&text[last..found.start()])?;
-            part(&text[found.start()..at])?;
+            part(&text[last..found.start()]);
+            part(&text[found.start()..at]);
             last = at;
         }
-        part(&text[last..])
+        part(&text[last..]);
     }
 }
 

@@ -261,32 +261,6 @@ fn byte_level_tokenizers_are_encoded_without_the_tokenizers_crate() {
 }
 
 #[test]
-fn sections_of_a_text_give_the_ids_of_the_whole_text() {
-    let goldens = goldens();
-    let mut number = numbers();
-    for (name, tokenizer) in goldens.tokenizers() {
-        let Encoder::ByteLevel { encoder, .. } = &tokenizer.encoder else { continue };
-        for round in 0..40 {
-            let mut text = String::new();
-            while text.len() < 8_000 {
-                text += &goldens.fragments[number(goldens.fragments.len())];
-                // Sections that begin within a long word may never split the text where the others do.
-                text.extend((round % 4 == 0 && number(100) == 0).then(|| ["x", "7", " ", "."][number(4)].repeat(number(3_000))));
-            }
-            let encode = |sections| {
-                let mut ids = vec![7];
-                encoder.encode_sections(&text, sections, &mut ids);
-                ids
-            };
-            let whole = encode(1);
-            for sections in 2..=4 {
-                assert_eq!(encode(sections), whole, "{name}, {sections} sections: {text:?}");
-            }
-        }
-    }
-}
-
-#[test]
 fn cached_encodings_give_the_same_ids_wherever_a_conversation_is_cut() {
     let goldens = goldens();
     let mut number = numbers();
