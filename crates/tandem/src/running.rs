@@ -22,6 +22,8 @@ const OTHERS: u32 = 0o077;
 const OWNER_ONLY: u32 = 0o700;
 /// How the names of the files begin and end.
 const NAME: (&str, &str) = ("up-", ".json");
+/// How the name of the file of a cluster that drains ends.
+const DRAINING: &str = ".draining.json";
 /// The maximum length of a file in bytes. It has some addresses and paths.
 const LEN_MAX: u64 = 64 << 10;
 
@@ -39,6 +41,9 @@ pub(crate) struct RunningCluster {
     pub(crate) router: SocketAddr,
     /// Its cluster key.
     pub(crate) key: KeySource,
+    /// Whether it ends as soon as its requests are answered.
+    #[serde(skip)]
+    pub(crate) draining: bool,
 }
 
 /// The content of a file.
@@ -94,26 +99,35 @@ impl RunningFile {
         Ok(Self { path, _locked: locked })
     }
 
-    /// Removes the file, so that commands no longer find the cluster.
-    pub(crate) fn remove(&self) {
-        // It may be removed already.
-        let _ = fs::remove_file(&self.path);
+    /// Renames the file, so that commands use the cluster only if no other one runs.
+    pub(crate) fn mark_draining(&self) {
+        // Later calls find no file of this name.
+        let _ = fs::rename(&self.path, self.draining());
+    }
+
+    fn draining(&self) -> PathBuf {
+        self.path.with_extension(&DRAINING[1..])
     }
 }
 
 impl Drop for RunningFile {
     fn drop(&mut self) {
-        self.remove();
+        for path in [&self.path, &self.draining()] {
+            let _ = fs::remove_file(path);
+        }
     }
 }
 
 impl RunningCluster {
-    /// Returns the only cluster that this user runs, or `None` if there is none. `command` is the command that needs it, for the error.
+    /// Returns the only cluster that this user runs, or `None` if there is none; one that drains only if no other runs. `command` is the command that needs it, for the error.
     ///
     /// # Errors
     /// Several clusters run, or one of the folders or files cannot be read.
     pub(crate) fn only(folders: &[PathBuf], command: &str) -> Result<Option<Self>> {
         let mut running = Self::all(folders)?;
+        if running.iter().any(|one| !one.draining) {
+            running.retain(|one| !one.draining);
+        }
         if running.len() > 1 {
             let names: Vec<String> = running.iter().map(|one| format!("{} (process {})", one.frontend, one.process)).collect();
             bail!("you run several clusters: {}; name one, such as: {command} {}", names.join(", "), running[0].frontend);
@@ -165,7 +179,8 @@ fn read(path: &Path) -> Result<Option<RunningCluster>> {
     let mut text = Vec::new();
     file.read_to_end(&mut text)?;
     let entry: RunningEntry = serde_json::from_slice(&text)?;
-    Ok((entry.network == network()).then_some(entry.cluster))
+    let draining = path.to_string_lossy().ends_with(DRAINING);
+    Ok((entry.network == network()).then_some(RunningCluster { draining, ..entry.cluster }))
 }
 
 /// Returns an error unless only this user has access.
@@ -196,6 +211,7 @@ mod tests {
             ca: None,
             router: ([127, 0, 0, 1], port + 1).into(),
             key: KeySource::random(),
+            draining: false,
         }
     }
 
@@ -230,10 +246,18 @@ mod tests {
         for part in ["http://127.0.0.1:8000 (process 7), http://127.0.0.1:8010", "tandem chat http://127.0.0.1:8000"] {
             assert!(error.contains(part), "{error}");
         }
-        two.remove();
+        two.mark_draining();
+        two.mark_draining();
         assert_eq!(only(&folders), Ok(Some("http://127.0.0.1:8000".to_owned())));
-        drop((one, two));
+        drop(one);
+        assert_eq!(
+            only(&folders),
+            Ok(Some("http://127.0.0.1:8010".to_owned())),
+            "a cluster that drains is found if no other runs"
+        );
+        drop(two);
         assert_eq!(only(&folders), Ok(None));
+        assert_eq!(fs::read_dir(&folders[0]).expect("it is a folder").count(), 0, "no file is left");
     }
 
     #[test]

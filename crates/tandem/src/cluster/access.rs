@@ -10,6 +10,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
     path::{Path, PathBuf},
 };
+use tandem_frontend::ExposeDetails;
 
 /// The address of an API, and what clients need to use it.
 #[derive(Clone, Debug)]
@@ -17,12 +18,20 @@ pub(super) struct ApiAccess {
     listens: SocketAddr,
     /// The file with the certificate; `None`: the API is served without TLS.
     certificate: Option<PathBuf>,
-    pub(super) needs_key: bool,
+    needs_key: bool,
+    /// Whether a browser on this machine gets the dashboard at the address of the API.
+    pub(super) shows_dashboard: bool,
 }
 
 impl ApiAccess {
     pub(super) fn new(listens: SocketAddr, tenants: &TenantArgs) -> Self {
-        Self { listens, certificate: tenants.tls_cert.clone(), needs_key: tenants.api_keys_file.is_some() }
+        let shows_dashboard = match (tenants.expose_details, &*tenants.trusted_proxies) {
+            (ExposeDetails::Never, _) => false,
+            (ExposeDetails::Always, _) => true,
+            (ExposeDetails::Trusted, []) => listens.ip().is_loopback(),
+            (ExposeDetails::Trusted, proxies) => proxies.iter().any(|network| network.contains(&reachable(listens).ip())),
+        };
+        Self { listens, certificate: tenants.tls_cert.clone(), needs_key: tenants.api_keys_file.is_some(), shows_dashboard }
     }
 
     pub(super) fn is_encrypted(&self) -> bool {
@@ -47,7 +56,7 @@ impl ApiAccess {
             KeySource::Secret(_) => key.clone(),
         };
         let ca = self.certificate.as_ref().map(absolute);
-        RunningCluster { process: std::process::id(), frontend: self.url(), ca, router, key }
+        RunningCluster { process: std::process::id(), frontend: self.url(), ca, router, key, draining: false }
     }
 
     /// Returns the URL at which other machines reach an API that listens on all addresses.
@@ -129,6 +138,13 @@ fn own_address(family: IpAddr) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Flags {
+        #[command(flatten)]
+        tenants: TenantArgs,
+    }
 
     #[test]
     fn url_has_a_name_of_the_certificate() {
@@ -142,7 +158,12 @@ mod tests {
             let path = folder.path().join("cert.pem");
             let signed = rcgen::generate_simple_self_signed(names).expect("the names are valid");
             std::fs::write(&path, signed.cert.pem()).expect("the folder is writable");
-            let access = ApiAccess { listens: ([0, 0, 0, 0], 8000).into(), certificate: Some(path.clone()), needs_key: true };
+            let access = ApiAccess {
+                listens: ([0, 0, 0, 0], 8000).into(),
+                certificate: Some(path.clone()),
+                needs_key: true,
+                shows_dashboard: false,
+            };
             assert_eq!(access.url(), expected);
             let file = path.display();
             assert_eq!(access.chat(), format!("  TANDEM_API_KEY=YOUR_KEY tandem chat {expected} --ca {file}\n"));
@@ -155,9 +176,26 @@ mod tests {
     fn only_an_api_on_all_addresses_has_a_url_for_the_network() {
         let url = |listens: &str| {
             let listens = listens.parse().expect("the address is valid");
-            ApiAccess { listens, certificate: None, needs_key: false }.network_url()
+            ApiAccess { listens, certificate: None, needs_key: false, shows_dashboard: false }.network_url()
         };
         assert_eq!((url("127.0.0.1:80"), url("10.0.0.1:80")), (None, None));
         assert!(url("0.0.0.0:80").is_none_or(|url| url.starts_with("http://") && !url.contains("0.0.0.0")));
+    }
+    #[test]
+    fn dashboard_is_shown_where_it_is_served() {
+        let shows = |listens: &str, flags: &[&str]| {
+            let tenants = Flags::parse_from(["up"].iter().chain(flags)).tenants;
+            ApiAccess::new(listens.parse().expect("the address is valid"), &tenants).shows_dashboard
+        };
+        for (listens, flags, expected) in [
+            ("127.0.0.1:80", &[][..], true),
+            ("127.0.0.1:80", &["--expose-details=never"], false),
+            ("127.0.0.1:80", &["--trusted-proxies=10.0.0.0/8"], false),
+            ("0.0.0.0:80", &[], false),
+            ("0.0.0.0:80", &["--trusted-proxies=10.0.0.0/8,127.0.0.1"], true),
+            ("0.0.0.0:80", &["--expose-details=always"], true),
+        ] {
+            assert_eq!(shows(listens, flags), expected, "{listens} {flags:?}");
+        }
     }
 }

@@ -249,8 +249,7 @@ impl ServedProcess for Cluster {
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
         places.push(("chat", format!("{url}/chat")));
-        // If clients need API keys, the page is not listed, because no API key gives access to it on this port.
-        places.extend((!self.access.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
+        places.extend(self.access.shows_dashboard.then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
         let body = format!(
             r#"'{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}'"#
@@ -279,7 +278,7 @@ impl ServedProcess for Cluster {
 
     fn announce_drain(&self) {
         if let Some(file) = &self.file {
-            file.remove();
+            file.mark_draining();
         }
         self.front.announce();
     }
