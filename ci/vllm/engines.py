@@ -40,7 +40,7 @@ class Layout:
     """The engines of a scenario: with `transfer` (NIXL) they can pull KV from each other; `dev` adds /reset_prefix_cache and /server_info.
 
     `model` is the model's folder in FOLDER, `blocks` the number of KV blocks, `ranks` the number of data-parallel ranks of each engine, and
-    `options` are further arguments of vLLM, in which FOLDER stands for the folder.
+    `serves` is what the model answers with, `options` are further arguments of vLLM, in which FOLDER stands for the folder.
     """
 
     engines: tuple = ("mixed-a", "mixed-b")
@@ -50,6 +50,7 @@ class Layout:
     blocks: int = BLOCKS
     max_model_len: int = MAX_MODEL_LEN
     ranks: int = 1
+    serves: str = "texts"
     options: tuple = ()
 
 
@@ -70,6 +71,7 @@ LAYOUTS = {
     # An abort reaches the engine only through the API process that runs the request, so there is only one.
     "ranks": Layout(("ranks",), ranks=2, options=("--data-parallel-size", "2", "--api-server-count", "1")),
     "loras": Layout(("prefill", "decode"), transfer=True, options=(*LORAS, "--lora-modules", "alpha=FOLDER/loras/alpha")),
+    "embeddings": Layout(("embed-a", "embed-b"), serves="embeddings"),
     "hybrid_everywhere": Layout(**HYBRID, options=("--prefix-cache-retention-interval", "None")),
 }
 
@@ -105,8 +107,10 @@ class Engine:
         command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), str(self.folder / "venv/bin/vllm"), "serve"]
         command += [str(self.folder / self.layout.model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.layout.max_model_len), "--max-num-seqs", "16"]
-        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(self.layout.blocks), "--enable-prefix-caching"]
-        command += ["--enable-scale-out", "--kv-events-config", json.dumps(events)]
+        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(self.layout.blocks)]
+        if self.layout.serves == "embeddings":
+            return [*command, "--runner", "pooling", "--convert", "embed"]
+        command += ["--enable-prefix-caching", "--enable-scale-out", "--kv-events-config", json.dumps(events)]
         command += [option.replace("FOLDER", str(self.folder)) for option in self.layout.options]
         command += ["--enable-prompt-tokens-details"] if self.reports_cached else []
         if self.layout.transfer:

@@ -21,7 +21,7 @@ DOCUMENTS, QUESTIONS = 4, 5
 DOCUMENT_WORDS = 450
 ANSWER_TOKENS = 6
 IDLE_SECONDS = 10
-
+PROGRAM = [Path(sys.executable).with_name("vllm-router")]
 
 COLUMNS = ("engines", "router", "requests", "prompt tokens", "cached", "share", "TTFT p50", "p99", "router's CPU a request", "idle, a second")
 
@@ -58,7 +58,7 @@ def conversation(system, document, question):
     ]
 
 
-def ask_alternately(clients, mode):
+def ask_alternately(clients, mode, conversation):
     """Each user asks all questions about a document, each question of all systems, in changing order. Returns the answers by system."""
 
     def user(document):
@@ -82,10 +82,11 @@ def cached_tokens(answer):
     return ((answer.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def measure(table, mode, systems):
-    """Asks all systems alternately, and adds a row for each. `systems`: client and process of each, by name."""
+def measure(table, mode, systems, conversation=conversation):
+    """Asks all systems alternately, and adds a row for each. `systems`: client and process of each, by name. `conversation` returns the messages
+    of a question about a document; no system must find what another one has cached."""
     before = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
-    received = ask_alternately({system: client for system, (client, _) in systems.items()}, mode)
+    received = ask_alternately({system: client for system, (client, _) in systems.items()}, mode, conversation)
     used = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
     time.sleep(IDLE_SECONDS)
     for system, (_, process) in systems.items():
@@ -108,13 +109,12 @@ def scenario(stage):
         ),
     }
     table = Table(*COLUMNS)
-    program = [Path(sys.executable).with_name("vllm-router")]
     for mode, (engines, flags, policies) in modes.items():
         name = mode.replace("/", "")
         with Tandem(stage) as tandem, ExitStack() as stack:
             client = tandem.up(f"compare-{name}", *engines, *flags)
             systems = {"tandem": (client, tandem.processes[f"compare-{name}"])}
             for policy, arguments in policies.items():
-                router = stack.enter_context(OtherRouter(stage, f"vllm-router-{name}-{policy}", program, *arguments))
+                router = stack.enter_context(OtherRouter(stage, f"vllm-router-{name}-{policy}", PROGRAM, *arguments))
                 systems[f"vllm-router {policy}"] = (router.client, router.process)
             measure(table, mode, systems)
