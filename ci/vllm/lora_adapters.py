@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 RANK, ALPHA = 8, 16
 # Large enough that greedy answers differ from those of the base model, and small enough that they are still words.
-SCALE = 0.02
+SCALE = 0.06
 
 model, folder = Path(sys.argv[1]), Path(sys.argv[2])
 config = json.loads((model / "config.json").read_text())

@@ -30,6 +30,7 @@ use parking_lot::{Mutex, RwLock};
 use removed::RemovedBlocks;
 pub(crate) use removed::{OWNER_MAX, RemovedPrefix};
 use shard::{Locked, SHARDS};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
 /// A worker's number in the index. Numbers are small: those of removed workers are used again.
@@ -65,6 +66,8 @@ pub struct PrefixIndex {
     view: RwLock<VisibleRows>,
     writer: Mutex<IndexWriter>,
     removed: RemovedBlocks,
+    /// Whether a marker was ever stored ([`SequenceHash::is_marker`]). If not, lookups search for none.
+    has_markers: AtomicBool,
 }
 
 /// The seed of the index's tables. Sequence hashes are hashes already, but clients may be able to choose them.
@@ -87,6 +90,7 @@ impl PrefixIndex {
             view: RwLock::default(),
             writer: Mutex::new(IndexWriter::new(key)),
             removed: RemovedBlocks::default(),
+            has_markers: AtomicBool::new(false),
         }
     }
 
@@ -185,6 +189,9 @@ impl PrefixIndex {
             let (piece, later) = rest.split_at(rest.len().min(SLICE_BLOCKS));
             let mut writer = self.writer.lock();
             let Some(row) = row(&writer) else { return };
+            if piece[0].is_marker() {
+                self.has_markers.store(true, Relaxed);
+            }
             let before = writer.blocks(row);
             let is_stored = self.store_piece(&mut writer, row, parent, piece, skipped);
             if parent.is_none_or(SequenceHash::is_marker) && piece.iter().all(|hash| hash.is_marker()) {

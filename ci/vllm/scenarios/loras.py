@@ -21,7 +21,8 @@ LISTED_SECONDS = 5
 GONE_SECONDS = 15
 ANSWER_TOKENS, STREAM_TOKENS = 12, 40
 WORDS = 120
-TANDEM_BLOCK = 16
+# With smaller blocks than the engines', Tandem promises a part of a block that an engine finds as a whole or not at all.
+EQUAL_BLOCKS = ("--block-size", BLOCK_SIZE)
 EVENTS_SECONDS = 0.5
 
 
@@ -108,7 +109,7 @@ def holders_of_blocks_are_preferred(loras, one):
     first = loras.ask("new prompt", "alpha", prompt, False, expected)
     tokens = loras.client.post("/tokenize", {"model": "alpha", "prompt": prompt})[1]["tokens"]
     overlap = lambda model: {name: worker["overlap_blocks"] for name, worker in loras.client.explain([[*tokens, 1]], model)[0].items()}
-    blocks = len(tokens) // BLOCK_SIZE * BLOCK_SIZE // TANDEM_BLOCK
+    blocks = len(tokens) // BLOCK_SIZE
     assert overlap("alpha") == {name: blocks if name == first else 0 for name in ("decode-0", "decode-1")}, f"{overlap('alpha')}, not {blocks} on {first}"
     assert set(overlap(MODEL).values()) == {0}, f"the base model has the LoRA's blocks: {overlap(MODEL)}"
     assert loras.ask("again", "alpha", prompt, True, expected, seen=f"{blocks} blocks are indexed on this worker") == first
@@ -177,7 +178,7 @@ def only_holder_is_killed(loras, one, two):
 def scenario(stage):
     one, two = stage.engines["prefill"], stage.engines["decode"]
     with Tandem(stage) as tandem:
-        loras = Loras(tandem.up("loras", [one, two]), (one, two))
+        loras = Loras(tandem.up("loras", [one, two], (), *EQUAL_BLOCKS), (one, two))
         loras.refused("beta")
         assert load(one, "beta") == 200
         print(f"beta is {loras.listed('alpha', 'beta')}", flush=True)
@@ -188,10 +189,10 @@ def scenario(stage):
         lora_moves_to_the_other_engine(loras, one, two)
         refused_loads_change_nothing(loras, one)
     with Tandem(stage) as tandem:
-        loras = Loras(tandem.up("loras-pd", [two], [one], "--prefill", "remote"), (one,))
+        loras = Loras(tandem.up("loras-pd", [two], [one], "--prefill", "remote", *EQUAL_BLOCKS), (one,))
         prompt = prose("Pair", WORDS)
         for cached in (False, True):
             for model in (MODEL, "alpha"):
                 loras.ask("P/D", model, prompt, cached, alone(two, model, prompt))
     with Tandem(stage) as tandem:
-        only_holder_is_killed(Loras(tandem.up("loras-killed", [one, two]), (one, two)), one, two)
+        only_holder_is_killed(Loras(tandem.up("loras-killed", [one, two], (), *EQUAL_BLOCKS), (one, two)), one, two)

@@ -155,7 +155,8 @@ class Counted:
     """What the prefill engine's metrics counted since the last call."""
 
     def __init__(self, engine):
-        self.engine, self.last = engine, self.now()
+        self.engine = engine
+        self.last = self.now()
 
     def now(self):
         return [int(self.engine.metric(name)) for name in COUNTERS]

@@ -12,7 +12,7 @@ use std::collections::{BTreeSet, VecDeque};
 use tandem_kv::SequenceHash;
 
 /// The slots of a block are prefetched this many blocks before they are needed.
-const AHEAD: usize = 16;
+pub(super) const AHEAD: usize = 16;
 
 /// The data that changes need and lookups do not need.
 pub(super) struct IndexWriter {

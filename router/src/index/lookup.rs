@@ -6,6 +6,7 @@ use super::{
     run::{FEW, Holders, place, rows},
     shard::shard_of,
 };
+use std::sync::atomic::Ordering::Relaxed;
 use tandem_kv::{ByTier, SequenceHash, Tier};
 
 /// Maximum number of blocks in which a lookup searches backwards for a reuse point, so that long prompts do not delay others. Earlier reuse
@@ -237,7 +238,7 @@ impl PrefixIndex {
         chains
     }
 
-    /// Whether the worker has reported this block, which begins prompts.
+    /// Whether the worker has reported this marker.
     pub fn has_first(&self, worker: WorkerSlot, block: SequenceHash) -> bool {
         let view = self.view.read();
         let holds = |holders: &Holders| {
@@ -271,8 +272,11 @@ impl PrefixIndex {
         held
     }
 
-    /// Calls `read` with the holders of a block without a parent; returns `None` if the index does not have it.
+    /// Calls `read` with the holders of a marker; returns `None` if the index does not have it.
     fn with_holders<T>(&self, block: SequenceHash, read: impl FnOnce(&Holders) -> T) -> Option<T> {
+        if !self.has_markers.load(Relaxed) {
+            return None;
+        }
         let mixed = self.mix(block);
         // `read_recursive`, because this thread may already hold the read lock of the same shard.
         let shard = self.shards[shard_of(mixed)].read_recursive();

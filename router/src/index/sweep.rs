@@ -1,9 +1,11 @@
 //! Removes, in slices, the blocks of rows that lookups no longer see.
 
-use super::{PrefixIndex, shard::RunId};
+use super::{PrefixIndex, changes::AHEAD, run::RUN_BLOCKS, shard::RunId};
 
-/// Maximum number of runs that one slice visits. A run takes up to a microsecond.
+/// Maximum number of runs that one slice visits. A run takes up to a microsecond, without its blocks.
 const SLICE_RUNS: usize = 256;
+/// A slice ends after this many blocks.
+const SLICE_BLOCKS: usize = 4 * RUN_BLOCKS;
 
 impl PrefixIndex {
     /// Removes some of the blocks of workers that were removed, or whose caches were cleared or replaced. Returns whether there are more
@@ -15,7 +17,9 @@ impl PrefixIndex {
             return true;
         }
         let removed_from = writer.removed_from(row);
-        for _ in 0..SLICE_RUNS {
+        let (mut runs, mut blocks) = (0, 0);
+        while runs < SLICE_RUNS && blocks < SLICE_BLOCKS {
+            runs += 1;
             if writer.sweeping.is_empty() {
                 writer.sweeping = writer.take_runs(row);
             }
@@ -30,7 +34,13 @@ impl PrefixIndex {
             let held = shard.get(id).map_or(0, |run| run.holders.get(row));
             if held > 0 {
                 let hashes = &shard.run(id).hashes[..held as usize];
-                hashes.iter().for_each(|hash| self.removed.add(self.mix(*hash), removed_from));
+                for (at, hash) in hashes.iter().enumerate() {
+                    if let Some(ahead) = hashes.get(at + AHEAD) {
+                        self.removed.prefetch(self.mix(*ahead));
+                    }
+                    self.removed.add(self.mix(*hash), removed_from);
+                }
+                blocks += hashes.len();
                 self.shorten(&mut writer, &mut shard, id, row, held, 0);
             }
         }
