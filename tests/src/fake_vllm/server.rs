@@ -6,6 +6,7 @@ use super::{
     engine::{Cache, Fabric, HeldKv, Prompt, next_token_of},
     events::{Publisher, PublisherSettings},
     images,
+    openai,
 };
 use anyhow::Result;
 use axum::{
@@ -101,7 +102,7 @@ pub struct FakeVllm {
     _serving: JoinSet<()>,
 }
 
-struct Engine {
+pub(super) struct Engine {
     settings: FakeSettings,
     id: String,
     started: AtomicU64,
@@ -176,6 +177,8 @@ impl FakeVllm {
             .route("/kv_event_sources", get(event_sources))
             .route("/v1/chat/completions/render", post(render))
             .route("/inference/v1/generate", post(generate).layer(DefaultBodyLimit::disable()))
+            .route("/v1/completions", post(openai::completions))
+            .route("/v1/chat/completions", post(openai::chat))
             .route("/inference/v1/abort_requests", post(abort))
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();
@@ -292,7 +295,12 @@ async fn metrics(State(engine): State<Arc<Engine>>) -> String {
             "vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"{rank}\",num_gpu_blocks=\"{blocks}\"}} 1.0\n"
         )
     });
-    format!("process_start_time_seconds {}.0\n{}", engine.started.load(Ordering::SeqCst), constants.collect::<String>())
+    let running = engine.requests.load(Ordering::SeqCst);
+    format!(
+        "process_start_time_seconds {}.0\nvllm:num_requests_running{{engine=\"0\"}} {running}.0\nvllm:num_requests_waiting{{engine=\"0\"}} 0.0\n{}",
+        engine.started.load(Ordering::SeqCst),
+        constants.collect::<String>()
+    )
 }
 
 async fn event_sources(State(engine): State<Arc<Engine>>) -> Response {
@@ -331,7 +339,7 @@ impl Drop for Run {
     }
 }
 
-fn error(status: StatusCode, message: &str) -> Response {
+pub(super) fn error(status: StatusCode, message: &str) -> Response {
     (status, Json(json!({ "error": { "message": message, "type": "Error", "param": null, "code": status.as_u16() } })))
         .into_response()
 }
@@ -351,7 +359,7 @@ async fn render(State(engine): State<Arc<Engine>>, Json(chat): Json<Value>) -> R
     (status, Json(answer)).into_response()
 }
 
-async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
+pub(super) async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return error(StatusCode::BAD_REQUEST, "not JSON") };
     let named = headers.get("x-data-parallel-rank").and_then(|rank| rank.to_str().ok()?.parse::<usize>().ok());
     engine.seen.lock().push((named, body.clone()));
