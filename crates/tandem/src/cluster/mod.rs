@@ -21,7 +21,7 @@ use access::ApiAccess;
 use parts::ClusterParts;
 use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_engine::EngineHandle;
-use tandem_frontend::FrontendSettings;
+use tandem_frontend::{FrontendSettings, Renderer};
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     channel::Channel,
@@ -164,10 +164,8 @@ impl Cluster {
         parts.open_access_files(&settings.frontend)?;
         let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend.tenants);
         let picker = settings.picker;
-        let admin = match picker.and_then(|picker| picker.admin_listen) {
-            Some(address) => Some(listen(address, "--admin-listen").await?),
-            None => None,
-        };
+        let admin = picker.and_then(|picker| picker.admin_listen).map(|address| bind(address, "--admin-listen", false));
+        let admin = admin.transpose()?;
         if picker.is_none() {
             access.warn_if_open();
         }
@@ -179,22 +177,7 @@ impl Cluster {
             None => parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?,
             Some(_) => Vec::new(),
         };
-        let (workers, served, renderers) = match settings.model.engine {
-            EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => {
-                fleet::workers(&parts, &settings, &mut config, &back).await?
-            }
-            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
-                let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
-                (workers, vec![served], Vec::new())
-            }
-        };
-        // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
-        let fitted = |served: ServedModel| {
-            let of_model = workers.iter().filter(|worker| worker.models().any(|model| *model == served.id));
-            let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
-            served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
-        };
-        let mut served: Vec<ServedModel> = served.into_iter().map(fitted).collect();
+        let (workers, mut served, renderers) = start_workers(&parts, &settings, &mut config, &back).await?;
         let extra = served.split_off(1);
         let served = served.pop().expect("a cluster has a model");
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
@@ -323,6 +306,30 @@ impl Drop for Cluster {
         self.front.stop();
         self.back.stop();
     }
+}
+
+/// Starts the workers. Returns them, the models that they serve, and the servers that render conversations with images.
+async fn start_workers(
+    parts: &ClusterParts,
+    settings: &UpSettings,
+    config: &mut EngineConfig,
+    shutdown: &Shutdown,
+) -> Result<(Vec<Worker>, Vec<ServedModel>, Vec<Renderer>), StartError> {
+    let (workers, served, renderers) = match settings.model.engine {
+        EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => fleet::workers(parts, settings, config, shutdown).await?,
+        EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
+            let (workers, served) = own_workers(parts, settings, config, shutdown).await?;
+            (workers, vec![served], Vec::new())
+        }
+    };
+    // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
+    let fitted = |served: ServedModel| {
+        let of_model = workers.iter().filter(|worker| worker.models().any(|model| *model == served.id));
+        let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
+        served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
+    };
+    let served = served.into_iter().map(fitted).collect();
+    Ok((workers, served, renderers))
 }
 
 async fn own_workers(
