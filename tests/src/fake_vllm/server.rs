@@ -176,9 +176,10 @@ impl FakeVllm {
             .route("/metrics", get(metrics))
             .route("/kv_event_sources", get(event_sources))
             .route("/v1/chat/completions/render", post(render))
-            .route("/inference/v1/generate", post(generate).layer(DefaultBodyLimit::disable()))
+            .route("/inference/v1/generate", post(generate))
             .route("/v1/completions", post(openai::completions))
             .route("/v1/chat/completions", post(openai::chat))
+            .layer(DefaultBodyLimit::disable())
             .route("/inference/v1/abort_requests", post(abort))
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();

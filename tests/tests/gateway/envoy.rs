@@ -75,36 +75,131 @@ impl Envoy {
         Ok(Duration::from_millis(ticks * 10))
     }
 
-    /// Sends requests one after the other, and prints the times to their first chunks and the processor time of each.
-    async fn measure(&self, client: &Client, name: &str, port: u16, endpoint: Option<&str>) -> Result<()> {
-        const REQUESTS: u32 = 300;
+    /// Sends requests one after the other through one of the ports. Returns the times to their first chunks, and adds the processor time of Envoy
+    /// and of this process, which has the picker, the client and the servers.
+    async fn measure(&self, client: &Client, way: &mut Way, count: u32) -> Result<()> {
         let own = std::process::id();
-        let before = (Self::cpu(self.child.id())?, Self::cpu(own)?);
-        let mut times = Vec::new();
-        for number in 0..REQUESTS {
+        let before = [Self::cpu(self.child.id())?, Self::cpu(own)?];
+        for number in 0..count {
             let body = json!({ "model": "fake", "prompt": format!("{} {number}", "word ".repeat(400)), "max_tokens": 12, "stream": true });
-            let mut request = client.post(format!("http://127.0.0.1:{port}/v1/completions")).json(&body).timeout(LIMIT);
-            if let Some(endpoint) = endpoint {
+            let mut request = client.post(format!("http://127.0.0.1:{}/v1/completions", way.port)).json(&body).timeout(LIMIT);
+            if let Some(endpoint) = &way.endpoint {
                 request = request.header("x-gateway-destination-endpoint", endpoint);
             }
             let since = Instant::now();
             let mut answer = request.send().await?;
             answer.chunk().await?.context("the answer is empty")?;
-            times.push(since.elapsed());
+            way.times.push(since.elapsed());
             while answer.chunk().await?.is_some() {}
         }
-        times.sort_unstable();
-        let each = |now: Duration, then: Duration| (now - then).as_secs_f64() * 1e3 / f64::from(REQUESTS);
-        let quantile = |part: f64| times[(part * (times.len() - 1) as f64) as usize].as_secs_f64() * 1e3;
-        println!(
-            "{name}: first chunk p50 {:.2} ms, p90 {:.2} ms; CPU a request: Envoy {:.2} ms, picker, client and servers {:.2} ms",
-            quantile(0.5),
-            quantile(0.9),
-            each(Self::cpu(self.child.id())?, before.0),
-            each(Self::cpu(own)?, before.1)
-        );
+        let after = [Self::cpu(self.child.id())?, Self::cpu(own)?];
+        for ((total, after), before) in way.cpu.iter_mut().zip(after).zip(before) {
+            *total += after - before;
+        }
         Ok(())
     }
+}
+
+/// A way of requests to the servers, and what was measured on it.
+struct Way {
+    name: &'static str,
+    port: u16,
+    /// The server of all requests, if no picker chooses it.
+    endpoint: Option<String>,
+    times: Vec<Duration>,
+    /// The processor time of Envoy, and of this process.
+    cpu: [Duration; 2],
+}
+
+impl Way {
+    fn new(name: &'static str, port: u16, endpoint: Option<String>) -> Self {
+        Self { name, port, endpoint, times: Vec::new(), cpu: [Duration::ZERO; 2] }
+    }
+
+    fn print(&mut self) {
+        self.times.sort_unstable();
+        let count = self.times.len();
+        let quantile = |part: f64| self.times[(part * (count - 1) as f64) as usize].as_secs_f64() * 1e3;
+        let [envoy, own] = self.cpu.map(|total| total.as_secs_f64() * 1e3 / count as f64);
+        println!(
+            "{}: first chunk p50 {:.2} ms, p90 {:.2} ms of {count}; CPU a request: Envoy {envoy:.2} ms, picker, client and servers {own:.2} ms",
+            self.name,
+            quantile(0.5),
+            quantile(0.9),
+        );
+    }
+}
+
+/// Asks several questions about each of eight documents, whose first answers say where they are cached.
+struct Documents<'a> {
+    gateway: &'a Gateway,
+    envoy: &'a Envoy,
+    client: &'a Client,
+}
+
+impl Documents<'_> {
+    /// Returns a text of full blocks of the engine, so that texts which begin with it differ in whole blocks only.
+    fn text(number: usize) -> String {
+        format!("{:<256}", format!("document {number}: {}", format!("word{number} ").repeat(40)))
+    }
+
+    /// Sends a prompt. Returns the engine that got it, and the number of tokens that it found in its cache.
+    async fn ask(&self, prompt: String) -> Result<(usize, u64)> {
+        let counts = || self.gateway.engines.iter().map(|engine| engine.seen().len()).collect::<Vec<_>>();
+        let before = counts();
+        let answer =
+            self.envoy.post(self.client, json!({ "model": "fake", "prompt": prompt, "max_tokens": 4 }).to_string()).await?;
+        ensure!(answer.status() == StatusCode::OK, "{}", answer.status());
+        let usage: Value = answer.json::<Value>().await?["usage"].clone();
+        self.gateway.indexed().await?;
+        let after = counts();
+        let engine = (0..after.len()).find(|at| after[*at] > before[*at]).context("no engine has the request")?;
+        Ok((engine, usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0)))
+    }
+
+    /// Asks a question about each document. Each must reach the engine that has the document, and find all of its full blocks.
+    async fn question(&self, question: &str, places: &[usize]) -> Result<()> {
+        for (number, place) in places.iter().enumerate() {
+            let document = Self::text(number);
+            let (engine, cached) = self.ask(format!("{document}{question}")).await?;
+            ensure!(engine == *place, "document {number} is on engine {place}, but engine {engine} got {question}");
+            ensure!(cached >= document.len() as u64, "{cached} cached tokens of {}", document.len());
+        }
+        Ok(())
+    }
+}
+
+/// Sends bodies of 300 kB and of nearly 10 MB, which reach the server, and a longer one, which does not.
+async fn send_large_bodies(envoy: &Envoy, client: &Client) -> Result<()> {
+    for bytes in [300 << 10, (10 << 20) - 100] {
+        let body = json!({ "model": "fake", "prompt": "a", "max_tokens": 1, "user": "x".repeat(bytes) }).to_string();
+        let since = Instant::now();
+        ensure!(envoy.post(client, body).await?.status() == StatusCode::OK, "{bytes} bytes");
+        println!("a body of {bytes} bytes: {:.0} ms", since.elapsed().as_secs_f64() * 1e3);
+    }
+    let large = json!({ "model": "fake", "prompt": "a", "user": "x".repeat(10 << 20) }).to_string();
+    ensure!(envoy.post(client, large).await?.status() == StatusCode::PAYLOAD_TOO_LARGE);
+    let refused: Value = envoy.post(client, "no JSON".to_owned()).await?.json().await?;
+    ensure!(refused["error"]["message"] == "not JSON", "the server answers: {refused}");
+    Ok(())
+}
+
+/// Leaves answers in the middle. Each booking must end within a second.
+async fn leave_answers(gateway: &Gateway, envoy: &Envoy, client: &Client) -> Result<()> {
+    let mut slowest = Duration::ZERO;
+    for _ in 0..10 {
+        let streamed = json!({ "model": "fake", "prompt": "a", "max_tokens": 3_000, "stream": true }).to_string();
+        let mut answer = envoy.post(client, streamed).await?;
+        answer.chunk().await?.context("the answer is empty")?;
+        ensure!(gateway.bookings().await? == 1);
+        let since = Instant::now();
+        drop(answer);
+        until("the booking of a client that left has ended", async || Ok(gateway.bookings().await? == 0)).await?;
+        slowest = slowest.max(since.elapsed());
+    }
+    println!("the booking of a client that leaves ends within {:.0} ms (the longest of 10)", slowest.as_secs_f64() * 1e3);
+    ensure!(slowest < Duration::from_secs(1), "{slowest:?}");
+    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -116,48 +211,34 @@ async fn envoy_sends_each_request_to_the_server_that_the_picker_chooses() -> Res
     let gateway = Gateway::with(2, FakeSettings::default(), |_| {}).await?;
     let envoy = Envoy::start(&program, gateway.cluster.frontend.port()).await?;
     let client = Client::new();
-    let counts = || gateway.engines.iter().map(|engine| engine.seen().len()).collect::<Vec<_>>();
-    let ask = async |prompt: String| {
-        let before = counts();
-        let answer = envoy.post(&client, json!({ "model": "fake", "prompt": prompt, "max_tokens": 4 }).to_string()).await?;
-        ensure!(answer.status() == StatusCode::OK, "{}", answer.status());
-        let usage: Value = answer.json::<Value>().await?["usage"].clone();
-        gateway.indexed().await?;
-        let engine = (0..2).find(|at| counts()[*at] > before[*at]).context("no engine has the request")?;
-        anyhow::Ok((engine, usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0)))
-    };
-    let mut engines = [0; 2];
+    let documents = Documents { gateway: &gateway, envoy: &envoy, client: &client };
+    let mut places = Vec::new();
     for number in 0..8 {
-        let document = format!("document {number}: {}", format!("word{number} ").repeat(40));
-        let (first, _) = ask(format!("{document}first")).await?;
-        engines[first] += 1;
-        for question in 0..4 {
-            let (engine, cached) = ask(format!("{document}question {question}")).await?;
-            assert_eq!(engine, first, "document {number}");
-            assert!(cached >= document.len() as u64 / 32 * 32, "{cached} cached tokens of {}", document.len());
+        places.push(documents.ask(Documents::text(number) + "question 0").await?.0);
+    }
+    assert!((0..2).all(|engine| places.contains(&engine)), "{places:?}");
+    for question in 1..5 {
+        documents.question(&format!("question {question}"), &places).await?;
+    }
+    send_large_bodies(&envoy, &client).await?;
+    leave_answers(&gateway, &envoy, &client).await?;
+
+    let gateway = gateway.restart().await?;
+    gateway.indexed().await?;
+    let documents = Documents { gateway: &gateway, envoy: &envoy, client: &client };
+    documents.question("question after the picker's restart", &places).await?;
+
+    let mut ways = [
+        Way::new("without the picker", envoy.ports[1], Some(gateway.endpoint(0))),
+        Way::new("with the picker", envoy.ports[0], None),
+    ];
+    // The two ways take turns, so that other load on the machine meets both.
+    for round in 0..6 {
+        for way in &mut ways {
+            envoy.measure(&client, way, 50).await.with_context(|| format!("round {round}"))?;
         }
     }
-    assert!(engines.iter().all(|count| *count > 0), "{engines:?}");
-
-    for bytes in [300 << 10, (10 << 20) - 100] {
-        let body = json!({ "model": "fake", "prompt": "a", "max_tokens": 1, "user": "x".repeat(bytes) }).to_string();
-        assert_eq!(envoy.post(&client, body).await?.status(), StatusCode::OK, "{bytes} bytes");
-    }
-    let large = json!({ "model": "fake", "prompt": "a", "user": "x".repeat(10 << 20) }).to_string();
-    assert_eq!(envoy.post(&client, large).await?.status(), StatusCode::PAYLOAD_TOO_LARGE);
-    let refused: Value = envoy.post(&client, "no JSON".to_owned()).await?.json().await?;
-    assert_eq!(refused["error"]["message"], "not JSON", "the server answers");
-
-    let streamed = json!({ "model": "fake", "prompt": "a", "max_tokens": 3_000, "stream": true }).to_string();
-    let mut answer = envoy.post(&client, streamed).await?;
-    answer.chunk().await?.context("the answer is empty")?;
-    assert_eq!(gateway.bookings().await?, 1);
-    drop(answer);
-    until("the booking of a client that left has ended", async || Ok(gateway.bookings().await? == 0)).await?;
-
-    let plain = gateway.endpoint(0);
-    envoy.measure(&client, "without the picker", envoy.ports[1], Some(&plain)).await?;
-    envoy.measure(&client, "with the picker", envoy.ports[0], None).await?;
+    ways.iter_mut().for_each(Way::print);
 
     let running: usize = gateway.engines.iter().map(FakeVllm::running).sum();
     assert_eq!(running, 0);

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::{net::SocketAddr, time::Duration};
 use tandem::{
     Cluster,
     settings::{EngineKind, PickerPorts, UpSettings},
@@ -82,15 +82,16 @@ impl Gateway {
         for _ in 0..engines {
             all.push(FakeVllm::start(FakeSettings { root: Some(folder.path().to_owned()), ..fake.clone() }).await?);
         }
-        let (cluster, picker) = start(&all, &folder, change).await?;
+        let (cluster, picker) = start(&all, &folder, ([127, 0, 0, 1], 0).into(), change).await?;
         Ok(Self { engines: all, cluster, picker, folder, change })
     }
 
-    /// Ends the picker and starts it again. The servers keep running.
+    /// Ends the picker and starts it again at the same address. The servers keep running.
     pub async fn restart(self) -> Result<Self> {
         let Self { engines, cluster, folder, change, .. } = self;
+        let address = cluster.frontend;
         cluster.stop().await;
-        let (cluster, picker) = start(&engines, &folder, change).await?;
+        let (cluster, picker) = start(&engines, &folder, address, change).await?;
         Ok(Self { engines, cluster, picker, folder, change })
     }
 
@@ -171,11 +172,12 @@ impl Gateway {
 async fn start(
     engines: &[FakeVllm],
     folder: &TempDir,
+    address: SocketAddr,
     change: fn(&mut UpSettings),
 ) -> Result<(Cluster, ExternalProcessorClient<Channel>)> {
     let mut settings = UpSettings::defaults();
     settings.model.engine = EngineKind::Vllm;
-    settings.common.listen = ([127, 0, 0, 1], 0).into();
+    settings.common.listen = address;
     settings.common.key.cluster_key_file = Some(folder.path().join("key"));
     settings.worker.external.engine_url = engines.iter().map(FakeVllm::url).collect();
     settings.frontend.limits.max_body_bytes = Some(10 << 20);

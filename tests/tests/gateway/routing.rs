@@ -12,8 +12,9 @@ use tandem_proto::v1::{
 use tandem_tests::fake_vllm::{FakeSettings, FakeVllm};
 use tokio_stream::wrappers::ReceiverStream;
 
+/// Returns a text of full blocks of the engine, so that texts which begin with it differ in whole blocks only.
 fn document(number: usize) -> String {
-    format!("document {number}: {} ", format!("word{number} ").repeat(40))
+    format!("{:<256}", format!("document {number}: {}", format!("word{number} ").repeat(40)))
 }
 
 fn cached(usage: &Value) -> u64 {
@@ -238,6 +239,45 @@ async fn requests_without_a_prompt_that_the_picker_reads_go_to_any_engine_unchan
         assert_eq!(sent, serde_json::from_str::<Value>(body)?);
     }
     until("no booking is left", async || Ok(gateway.bookings().await? == 0)).await?;
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn request_for_a_lora_reaches_a_server_that_has_it_and_its_cache() -> Result<()> {
+    let gateway = Gateway::with(2, FakeSettings { loras: vec!["sql".to_owned()], ..FakeSettings::default() }, |_| {}).await?;
+    let body = json!({ "model": "sql", "prompt": document(1), "max_tokens": 4 }).to_string();
+    let ask = async || {
+        let (mut exchange, picked) = gateway.request("/v1/completions", &[], body.as_bytes()).await?;
+        let (endpoint, body) = picked.sent()?;
+        let answer = exchange.answer(&endpoint, "/v1/completions", body).await?;
+        gateway.indexed().await?;
+        anyhow::Ok((gateway.index_of(&endpoint)?, cached(&answer["usage"])))
+    };
+    let (first, found) = ask().await?;
+    assert_eq!(found, 0);
+    let (second, found) = ask().await?;
+    assert_eq!(second, first);
+    assert!(found > 0);
+    let (_, usage) = gateway.complete(&document(1), &[]).await?;
+    assert_eq!(cached(&usage), 0, "the base model computes other KV");
+    gateway.engines[first].unload_lora("sql");
+    until("the other engine gets the request", async || Ok(ask().await?.0 != first)).await?;
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn chat_with_an_image_is_placed_by_load_and_reaches_the_server_with_a_salt() -> Result<()> {
+    let gateway = Gateway::with(1, FakeSettings { images: true, ..FakeSettings::default() }, |_| {}).await?;
+    let rendered = gateway.engines[0].renders().len();
+    let image = json!({ "type": "image_url", "image_url": { "url": "data:image/png;base64,iVBORw0KGgo=" } });
+    let chat = json!({ "model": "fake", "messages": [{ "role": "user", "content": [image] }] });
+    let (_, picked) = gateway.request("/v1/chat/completions", &[], chat.to_string().as_bytes()).await?;
+    let mut sent: Value = serde_json::from_slice(&picked.sent()?.1)?;
+    assert!(sent.as_object_mut().is_some_and(|fields| fields.remove("cache_salt").is_some()));
+    assert_eq!(sent, chat);
+    assert_eq!(gateway.engines[0].renders().len(), rendered, "the picker asks no server to render an image");
     gateway.cluster.stop().await;
     Ok(())
 }

@@ -19,7 +19,7 @@ use axum::{
     http::{StatusCode, request::Parts},
 };
 use bytes::Bytes;
-use std::{collections::BTreeMap, convert::Infallible, future::pending, net::IpAddr, pin::pin, sync::Arc};
+use std::{collections::BTreeMap, convert::Infallible, future::pending, net::IpAddr, pin::pin, sync::Arc, time::Duration};
 use tandem_proto::{
     ext_proc::{
         BodyResponse, BodySendMode, HeadersResponse, HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
@@ -27,9 +27,15 @@ use tandem_proto::{
     },
     unknown_message,
 };
-use tokio::sync::mpsc;
+use tokio::{
+    sync::{OwnedSemaphorePermit, mpsc},
+    time::timeout,
+};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+
+/// The maximum time for the first message of a stream. A gateway opens the stream when it has read the headers.
+const HEAD_MAX: Duration = Duration::from_secs(5);
 
 pub(super) struct GatewayStream {
     pub(super) app: Arc<App>,
@@ -37,6 +43,8 @@ pub(super) struct GatewayStream {
     pub(super) peer: Option<IpAddr>,
     pub(super) messages: Streaming<ProcessingRequest>,
     pub(super) answers: mpsc::Sender<ProcessingResponse>,
+    /// The stream's place among all open streams.
+    pub(super) _permit: OwnedSemaphorePermit,
 }
 
 /// The head of the HTTP request.
@@ -133,7 +141,8 @@ impl GatewayStream {
 
     /// Returns the request's head; `None` if the gateway has closed the stream.
     async fn head(&mut self) -> Result<Option<RequestHead>, Status> {
-        let Some(message) = self.messages.message().await? else { return Ok(None) };
+        let late = |_| Status::deadline_exceeded("the request's headers have not arrived");
+        let Some(message) = timeout(HEAD_MAX, self.messages.message()).await.map_err(late)?? else { return Ok(None) };
         let ProcessingRequest { request, metadata_context, observability_mode, protocol_config } = message;
         if observability_mode {
             return Err(Status::failed_precondition("an endpoint picker must be able to answer; unset observability_mode"));

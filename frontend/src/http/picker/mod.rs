@@ -26,17 +26,22 @@ use tandem_proto::{
         health_server::{Health, HealthServer},
     },
 };
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming, service::Routes, transport};
 
 /// The maximum number of answers of one stream that wait to be sent, each of at most 62 KiB.
 const ANSWERS_MAX: usize = 4;
 
+/// The maximum number of open streams: eight for each sequence of the default of --max-concurrent-requests, as for a frontend's connections.
+/// A placed request needs one of these sequences, so the others wait for bodies or placements.
+const STREAMS_MAX: usize = 8_192;
+
 /// The service of an endpoint picker. Cheap to clone.
 #[derive(Clone)]
 struct Picker {
     app: Arc<App>,
+    streams: Arc<Semaphore>,
 }
 
 /// Serves gateways until the process drains and all of their requests have ended. Gateways have no cluster key, so every caller is served.
@@ -44,7 +49,7 @@ struct Picker {
 /// # Errors
 /// The socket cannot be served.
 pub(crate) async fn serve(listener: Listener, app: Arc<App>, shutdown: Shutdown) -> Result<(), transport::Error> {
-    let picker = Picker { app };
+    let picker = Picker { app, streams: Arc::new(Semaphore::new(STREAMS_MAX)) };
     let routes = Routes::new(ExternalProcessorServer::new(picker.clone())).add_service(HealthServer::new(picker));
     let open = Listener::new(listener.into_arrivals(), Network::default());
     open.serve(channel::server(), routes, Arc::new(|| {}), async move { shutdown.draining().await }).await
@@ -56,8 +61,10 @@ impl ExternalProcessor for Picker {
 
     async fn process(&self, request: Request<Streaming<ProcessingRequest>>) -> Result<Response<Self::ProcessStream>, Status> {
         let peer = request.remote_addr().map(|address| address.ip());
+        let permit = Arc::clone(&self.streams).try_acquire_owned();
+        let _permit = permit.map_err(|_| Status::resource_exhausted("too many requests are open; try again shortly"))?;
         let (answers, received) = mpsc::channel(ANSWERS_MAX);
-        let exchange = GatewayStream { app: Arc::clone(&self.app), peer, messages: request.into_inner(), answers };
+        let exchange = GatewayStream { app: Arc::clone(&self.app), peer, messages: request.into_inner(), answers, _permit };
         // The exchange runs as a part of the stream, so it ends at once, with its booking, when the gateway resets the stream.
         let failure = stream::once(exchange.run()).filter_map(async |ended| ended.err().map(Err));
         Ok(Response::new(stream::select(ReceiverStream::new(received).map(Ok), failure).boxed()))
