@@ -1,33 +1,29 @@
-//! The paths of OpenAI's API of a fake vLLM server. The answers are those to token ids, which have the usage where OpenAI's have it.
+//! The requests of OpenAI's API to a fake vLLM server, as requests with token ids. The answers have the usage where OpenAI's have it.
 
-use super::server::{Engine, error, generate};
-use axum::{
-    body::Bytes,
-    extract::State,
-    http::{HeaderMap, StatusCode},
-    response::Response,
-};
+use axum::body::Bytes;
 use serde_json::{Value, json};
-use std::sync::Arc;
 
-pub(super) async fn completions(state: State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
-    answered(state, headers, &body, |body| body["prompt"].as_str().map(str::to_owned)).await
+/// Returns the text of a completion's prompt.
+pub(super) fn completion(body: &Value) -> Option<String> {
+    body["prompt"].as_str().map(str::to_owned)
 }
 
-pub(super) async fn chat(state: State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
-    answered(state, headers, &body, |body| {
-        let line = |message: &Value| Some(format!("{}: {}\n", message["role"].as_str()?, message["content"].as_str()?));
-        Some(body["messages"].as_array()?.iter().map(line).collect::<Option<String>>()? + "assistant: ")
-    })
-    .await
+/// Returns the text of a conversation.
+pub(super) fn chat(body: &Value) -> Option<String> {
+    let line = |message: &Value| Some(format!("{}: {}\n", message["role"].as_str()?, message["content"].as_str()?));
+    Some(body["messages"].as_array()?.iter().map(line).collect::<Option<String>>()? + "assistant: ")
 }
 
-async fn answered(state: State<Arc<Engine>>, headers: HeaderMap, body: &Bytes, text: fn(&Value) -> Option<String>) -> Response {
-    let Ok(body) = serde_json::from_slice::<Value>(body) else { return error(StatusCode::BAD_REQUEST, "not JSON") };
-    let Some(text) = text(&body) else { return error(StatusCode::BAD_REQUEST, "there is no text") };
+/// Returns the body of the request with token ids whose answer is that to `body`.
+///
+/// # Errors
+/// The body is no JSON, or has no text.
+pub(super) fn of_ids(body: &Bytes, text: fn(&Value) -> Option<String>) -> Result<Bytes, &'static str> {
+    let body = serde_json::from_slice::<Value>(body).map_err(|_| "not JSON")?;
+    let text = text(&body).ok_or("there is no text")?;
     let of_ids = json!({
         "token_ids": text.bytes().map(u32::from).collect::<Vec<_>>(), "model": body["model"], "cache_salt": body["cache_salt"],
         "stream": body["stream"], "sampling_params": { "max_tokens": body["max_tokens"], "temperature": 0 },
     });
-    generate(state, headers, of_ids.to_string().into()).await
+    Ok(of_ids.to_string().into())
 }

@@ -5,8 +5,7 @@ mod generation;
 use super::{
     engine::{Cache, Fabric, HeldKv, Prompt, next_token_of},
     events::{Publisher, PublisherSettings},
-    images,
-    openai,
+    images, openai,
 };
 use anyhow::Result;
 use axum::{
@@ -102,7 +101,7 @@ pub struct FakeVllm {
     _serving: JoinSet<()>,
 }
 
-pub(super) struct Engine {
+struct Engine {
     settings: FakeSettings,
     id: String,
     started: AtomicU64,
@@ -176,10 +175,9 @@ impl FakeVllm {
             .route("/metrics", get(metrics))
             .route("/kv_event_sources", get(event_sources))
             .route("/v1/chat/completions/render", post(render))
-            .route("/inference/v1/generate", post(generate))
-            .route("/v1/completions", post(openai::completions))
-            .route("/v1/chat/completions", post(openai::chat))
-            .layer(DefaultBodyLimit::disable())
+            .route("/inference/v1/generate", post(generate).layer(DefaultBodyLimit::disable()))
+            .route("/v1/completions", post(completions).layer(DefaultBodyLimit::disable()))
+            .route("/v1/chat/completions", post(chat).layer(DefaultBodyLimit::disable()))
             .route("/inference/v1/abort_requests", post(abort))
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();
@@ -340,7 +338,7 @@ impl Drop for Run {
     }
 }
 
-pub(super) fn error(status: StatusCode, message: &str) -> Response {
+fn error(status: StatusCode, message: &str) -> Response {
     (status, Json(json!({ "error": { "message": message, "type": "Error", "param": null, "code": status.as_u16() } })))
         .into_response()
 }
@@ -360,7 +358,22 @@ async fn render(State(engine): State<Arc<Engine>>, Json(chat): Json<Value>) -> R
     (status, Json(answer)).into_response()
 }
 
-pub(super) async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
+async fn completions(state: State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
+    of_text(state, headers, openai::of_ids(&body, openai::completion)).await
+}
+
+async fn chat(state: State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
+    of_text(state, headers, openai::of_ids(&body, openai::chat)).await
+}
+
+async fn of_text(state: State<Arc<Engine>>, headers: HeaderMap, body: Result<Bytes, &str>) -> Response {
+    match body {
+        Ok(body) => generate(state, headers, body).await,
+        Err(problem) => error(StatusCode::BAD_REQUEST, problem),
+    }
+}
+
+async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return error(StatusCode::BAD_REQUEST, "not JSON") };
     let named = headers.get("x-data-parallel-rank").and_then(|rank| rank.to_str().ok()?.parse::<usize>().ok());
     engine.seen.lock().push((named, body.clone()));

@@ -44,7 +44,7 @@ const SETTINGS_OF_OTHERS: &[&str] = &["prefill-engine-url", "engine-events-repla
 
 /// Settings of a frontend that an endpoint picker does not have.
 const SETTINGS_OF_FRONTENDS: &[&str] =
-    &["api-keys-file", "audit-log", "cors-origin", "tls-cert", "tool-call-parser", "reasoning-parser", "renderers", "passthrough"];
+    &["api-keys-file", "audit-log", "cors-origin", "tls-cert", "tool-call-parser", "reasoning-parser", "passthrough"];
 
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {

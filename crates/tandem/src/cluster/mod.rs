@@ -195,7 +195,11 @@ impl Cluster {
         for answers in starting {
             answers.end().await;
         }
-        parts.frontend(frontend, FrontendSettings { routers: [router.to_string()].into_iter().collect(), admin, ..own }, &front)?;
+        parts.frontend(
+            frontend,
+            FrontendSettings { routers: [router.to_string()].into_iter().collect(), admin, ..own },
+            &front,
+        )?;
         Ok(Self {
             model_id,
             frontend: address,

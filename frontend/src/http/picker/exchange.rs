@@ -11,7 +11,11 @@ use super::{
 use crate::{
     dispatch::{Booking, Prompt, placement::Placement},
     error::ApiError,
-    http::{app::App, body::{BodyForm, HeldBytes}, incoming::Incoming},
+    http::{
+        app::App,
+        body::{BodyForm, HeldBytes},
+        incoming::Incoming,
+    },
     usage::{Cached, CachedSource, PromptUsage},
 };
 use axum::{
