@@ -131,6 +131,11 @@ impl Admitted {
         Ok(())
     }
 
+    /// Whether the request's sequences are reserved.
+    pub(crate) fn is_reserved(&self) -> bool {
+        self.reserved.is_some()
+    }
+
     pub(crate) fn finish(&mut self, status: StatusCode) {
         self.finished = true;
         self.call.answered(status);

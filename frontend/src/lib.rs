@@ -45,7 +45,7 @@ pub use tandem_process::listen::{TlsFiles, TlsFilesError};
 use tandem_process::{
     Metrics, Shutdown,
     discovery::DiscoveryError,
-    listen::{self, ConnectionLimits, Drain, Tls},
+    listen::{self, ConnectionLimits, Drain, Hosts, Tls},
 };
 use tandem_proto::channel::Listener;
 use tandem_text::ServedModel;
@@ -66,6 +66,9 @@ pub enum FrontendError {
     /// A renderer's address or certificate cannot be used.
     #[error(transparent)]
     Renderer(#[from] InvalidRenderer),
+    /// The gRPC server of an endpoint picker failed.
+    #[error("the endpoint picker's gRPC server failed")]
+    Picker(#[from] tonic::transport::Error),
     /// The listener's address cannot be read.
     #[error("the HTTP server failed: {0}")]
     Serve(#[from] std::io::Error),
@@ -82,13 +85,7 @@ pub async fn run(
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), FrontendError> {
-    if settings.block_size == 0 {
-        return Err(FrontendError::BlockSize);
-    }
-    let is_passed = |model: &ServedModel| settings.passthrough.get(&model.id).is_some();
-    if !Models::can_be_served(&settings.models) || settings.models.iter().any(is_passed) {
-        return Err(FrontendError::Models);
-    }
+    check(&settings)?;
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
     let (proxies, local) = (settings.trusted_proxies.clone(), listener.is_local()?);
@@ -103,19 +100,12 @@ pub async fn run(
     let (drain_idle, shares_port) = (settings.drain_idle, settings.shares_port);
     let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone())?);
     let drain = || Drain { begun: CancellationToken::new(), idle_max: drain_idle };
-    let limits = |all_max, per_address_max, proxies| {
-        let refusal = error::ApiError::Connections.failure().body().to_string();
-        Arc::new(ConnectionLimits::new(all_max, per_address_max, proxies, refusal, app.metrics.connections.clone()))
-    };
+    let limits = connection_limits(&app, connections_max, per_address_max, proxies);
     let (of_api, of_admin) = (drain(), Drain { idle_max: Duration::ZERO, ..drain() });
     let (api_drains, admin_drains) = (of_api.begun.clone(), of_admin.begun.clone());
     let routes = http::guarded(http::api(Arc::clone(&app), admin.is_none()), checks_hosts.then(|| hosts.clone()), origins);
-    let api = listen::serve(listener, tls, routes, limits(connections_max, per_address_max, proxies), unread_max, of_api);
-    let admin = admin.map(|listener| {
-        let routes = http::guarded(http::admin(Arc::clone(&app)), Some(hosts), Origins::default());
-        let limits = limits(listen::ADMIN_CONNECTIONS_MAX, listen::ADMIN_CONNECTIONS_OF_ADDRESS_MAX, Vec::new());
-        listen::serve(listener, None, routes, limits, unread_max, of_admin)
-    });
+    let api = listen::serve(listener, tls, routes, limits, unread_max, of_api);
+    let admin = admin.map(|listener| serve_admin(&app, listener, hosts, unread_max, of_admin));
     let server = async {
         let draining = async {
             shutdown.draining().await;
@@ -141,6 +131,70 @@ pub async fn run(
         Some(never) = OptionFuture::from(app.call_log.clone().map(CallLog::sum_up)) => match never {},
         Some(never) = OptionFuture::from(watch_keys) => match never {},
     }
+}
+
+/// Serves Envoy's protocol for external processors, with which gateways ask for the server of each request, until the process drains and
+/// every request has ended, or until the process stops. The requests' limits and accounts are those of a frontend.
+///
+/// # Errors
+/// The settings cannot be used, the socket cannot be served, or the routers' addresses cannot be watched.
+pub async fn run_picker(
+    listener: impl Into<Listener>,
+    mut settings: FrontendSettings,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> Result<(), FrontendError> {
+    check(&settings)?;
+    let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
+    let routers = settings.routers.clone().open(&metrics)?;
+    let trust = Trust { proxies: settings.trusted_proxies.clone(), local: listener.is_local()?, expose: settings.expose_details };
+    let (unread_max, hosts) = (settings.unread_max, std::mem::take(&mut settings.hosts));
+    // A server that gets the request from the gateway identifies images otherwise than a renderer would here, so their hashes would never be found.
+    settings.renderers.clear();
+    let network = listener.network().clone();
+    let app = Arc::new(App::new(settings, None, trust, routers.now(), network, &metrics, shutdown.clone())?);
+    let drain = Drain { begun: CancellationToken::new(), idle_max: Duration::ZERO };
+    let picked = async {
+        let served = http::picker::serve(listener, Arc::clone(&app), shutdown.clone()).await;
+        drain.begun.cancel();
+        served
+    };
+    let admin = admin.map(|listener| serve_admin(&app, listener, hosts, unread_max, drain.clone()));
+    tokio::select! {
+        biased;
+        (served, _) = async { tokio::join!(picked, OptionFuture::from(admin)) } => Ok(served?),
+        () = shutdown.stopped() => Ok(()),
+        never = app.watch_routers(routers) => match never {},
+    }
+}
+
+fn check(settings: &FrontendSettings) -> Result<(), FrontendError> {
+    if settings.block_size == 0 {
+        return Err(FrontendError::BlockSize);
+    }
+    let is_passed = |model: &ServedModel| settings.passthrough.get(&model.id).is_some();
+    if !Models::can_be_served(&settings.models) || settings.models.iter().any(is_passed) {
+        return Err(FrontendError::Models);
+    }
+    Ok(())
+}
+
+fn connection_limits(app: &App, all_max: usize, per_address_max: usize, proxies: Vec<IpNet>) -> Arc<ConnectionLimits> {
+    let refusal = error::ApiError::Connections.failure().body().to_string();
+    Arc::new(ConnectionLimits::new(all_max, per_address_max, proxies, refusal, app.metrics.connections.clone()))
+}
+
+/// Serves the operator's pages.
+fn serve_admin(
+    app: &Arc<App>,
+    listener: Listener,
+    hosts: Hosts,
+    unread_max: Duration,
+    drain: Drain,
+) -> impl Future<Output = ()> + use<> {
+    let routes = http::guarded(http::admin(Arc::clone(app)), Some(hosts), Origins::default());
+    let limits = connection_limits(app, listen::ADMIN_CONNECTIONS_MAX, listen::ADMIN_CONNECTIONS_OF_ADDRESS_MAX, Vec::new());
+    listen::serve(listener, None, routes, limits, unread_max, drain)
 }
 
 /// Resolves `LAST_EVENTS` after the process is stopped, so that streams can send their last events.

@@ -37,6 +37,8 @@ pub(crate) enum Endpoint {
     Pooling,
     Transcriptions,
     Translations,
+    /// Any request to an endpoint picker that it does not read.
+    Forwarded,
 }
 
 pub(crate) struct FrontendMetrics {
@@ -86,6 +88,7 @@ impl Endpoint {
             Self::Pooling => "pooling",
             Self::Transcriptions => "transcriptions",
             Self::Translations => "translations",
+            Self::Forwarded => "forwarded",
         }
     }
 

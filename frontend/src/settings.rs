@@ -103,6 +103,8 @@ pub struct FrontendSettings {
     pub expose_details: ExposeDetails,
     /// The servers that convert conversations with images to token ids. A model without one has no images.
     pub renderers: Vec<Renderer>,
+    /// For an endpoint picker: the maximum number of further endpoints that it names to the gateway. `None`: this is no endpoint picker.
+    pub alternatives: Option<u32>,
 }
 
 /// Which requests share cached KV. Requests for different models, or with different `cache_salt`, never share it.
@@ -169,6 +171,7 @@ impl FrontendSettings {
             trusted_proxies: Vec::new(),
             expose_details: ExposeDetails::Trusted,
             renderers: Vec::new(),
+            alternatives: None,
         }
     }
 }

@@ -31,18 +31,40 @@ pub const IMAGES_MAX: usize = 16;
 /// Maximum length in bytes of a cache namespace in a message. A namespace has the names of a model, a revision and a LoRA, and a salt.
 pub const NAMESPACE_BYTES_MAX: usize = 4_096;
 
-/// The messages and services of package `tandem.v1`.
-#[allow(
-    missing_docs,
-    rustdoc::all,
-    clippy::all,
-    clippy::missing_errors_doc,
-    clippy::allow_attributes_without_reason,
-    reason = "generated code"
-)]
-pub mod v1 {
-    tonic::include_proto!("tandem.v1");
+/// Makes a module with the code that is generated from a package's .proto files.
+macro_rules! generated {
+    ($(#[$doc:meta])* $name:ident, $package:literal) => {
+        $(#[$doc])*
+        #[allow(
+            missing_docs,
+            rustdoc::all,
+            clippy::all,
+            clippy::missing_errors_doc,
+            clippy::allow_attributes_without_reason,
+            reason = "generated code"
+        )]
+        pub mod $name {
+            tonic::include_proto!($package);
+        }
+    };
 }
+
+generated!(
+    /// The messages and services of package `tandem.v1`.
+    v1,
+    "tandem.v1"
+);
+generated!(
+    /// The messages and the service with which gateways that are built on Envoy call external processors. They hold the text of prompts and
+    /// answers, so they are never logged.
+    ext_proc,
+    "envoy.service.ext_proc.v3"
+);
+generated!(
+    /// The messages and the service of gRPC's health checks.
+    health,
+    "grpc.health.v1"
+);
 
 /// Logs that a message on a stream is of a kind that this version does not know (an unset `oneof`). The receiver skips such messages. A later
 /// version may add a kind if every receiver can do without it (docs/versions.md).

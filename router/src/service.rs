@@ -197,6 +197,7 @@ impl RouterService {
             max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),
             equal_prompt: prompt.equal_prompt,
             other_namespace_blocks: prompt.other_namespace_blocks,
+            endpoints: prompt.endpoints,
         };
         Ok((prompt.existing, request))
     }

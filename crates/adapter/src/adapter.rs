@@ -38,6 +38,16 @@ impl Adapter {
     pub fn serve_as(&self, name: &str) {
         self.loras.serve_as(name);
     }
+
+    /// Refuses a request if this worker only observes its engine.
+    fn check_computes(&self) -> Result<(), Refusal> {
+        if self.shared.engine_endpoint.is_empty() {
+            return Ok(());
+        }
+        Err(Refusal::Unsupported(
+            "this worker only observes its engine (--observe); the engine's requests come through a gateway".into(),
+        ))
+    }
 }
 
 #[tonic::async_trait]
@@ -47,11 +57,13 @@ impl Backend for Adapter {
     }
 
     async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal> {
+        self.check_computes()?;
         prefill.check(self.info())?;
         Ok(Box::new(job::prefill(&self.shared, &self.api, prefill)?))
     }
 
     async fn generate(&self, mut generate: Generate) -> Result<Box<dyn Job>, Refusal> {
+        self.check_computes()?;
         generate.check(self.info())?;
         // Without this constraint, which no engine can enforce, the model can still call these tools.
         generate.sampling.constraint.take_if(|constraint| matches!(constraint.kind, Kind::CallInputs(_)));
@@ -121,6 +133,10 @@ impl Backend for Adapter {
 
     fn shared_store(&self) -> &str {
         &self.shared.shared_store
+    }
+
+    fn engine_endpoint(&self) -> &str {
+        &self.shared.engine_endpoint
     }
 
     fn cached_blocks_max(&self) -> u32 {

@@ -1,4 +1,5 @@
-//! Measures the load of an external engine, which reports none: the queued and submitted requests, and the rates of prefill and decode.
+//! Measures the load of an external engine from the requests that pass the adapter: the queued and submitted ones, and the rates of prefill and
+//! decode. For an engine that is only observed, the load is the one that the engine reports.
 
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
@@ -15,6 +16,17 @@ const WEIGHT: f64 = 0.1;
 pub(crate) struct EngineLoad {
     state: Mutex<LoadTotals>,
     pub changed: Notify,
+}
+
+/// The load that an engine reports, and its rates since the previous report; `None` if nothing was measured since then.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct ObservedLoad {
+    pub running: u32,
+    pub waiting: u32,
+    /// The number of tokens whose KV the running requests use.
+    pub tokens: u64,
+    pub prefill_tokens_per_second: Option<f64>,
+    pub decode_step_ms: Option<f64>,
 }
 
 #[derive(Default)]
@@ -54,6 +66,18 @@ impl EngineLoad {
     /// Returns when the engine last computed something for a request; `None` if it has computed nothing yet.
     pub fn progress_at(&self) -> Option<Instant> {
         self.state.lock().progress_at
+    }
+
+    /// Replaces the load by the one that the engine reports.
+    pub fn observed(&self, seen: &ObservedLoad) {
+        self.update(|state| {
+            (state.running, state.waiting, state.tokens) = (seen.running, seen.waiting, seen.tokens);
+            if let Some(rate) = seen.prefill_tokens_per_second {
+                average(&mut state.prefill_tokens_per_second, rate);
+                state.prefill_measurements += 1;
+            }
+            seen.decode_step_ms.into_iter().for_each(|step| average(&mut state.decode_step_ms, step));
+        });
     }
 
     fn update(&self, change: impl FnOnce(&mut LoadTotals)) {

@@ -19,15 +19,14 @@ mod assumed;
 mod blocks;
 mod groups;
 
-use crate::{
-    event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys},
-    salt,
-};
+use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys};
 use assumed::Assumed;
 use blocks::MirrorBlocks;
 use groups::{LayerGroups, Need};
 use std::collections::{BTreeSet, HashMap};
-use tandem_kv::{ByTier, HashKey, ImageStart, KvEvent, Namespace, SequenceHash, Snapshot, Tier, TokenId, child_hashes};
+use tandem_kv::{
+    ByTier, HashKey, ImageStart, KvEvent, Namespace, SequenceHash, Snapshot, Tier, TokenId, child_hashes, root_hash,
+};
 
 /// The settings of a [`Mirror`].
 #[derive(Clone, Copy, Debug)]
@@ -301,7 +300,7 @@ impl Mirror {
             (Before::Unidentified, _) => return Err(&mut unroutable.parent),
             (_, None) | (Before::Block(_), Some((Some(_), _))) => return Err(&mut unroutable.extra_keys),
             (Before::Block(parent), Some((None, images))) => (Some(parent), parent, images),
-            (Before::Nothing, Some((salt, images))) => match salt.and_then(salt::root_hash) {
+            (Before::Nothing, Some((salt, images))) => match salt.and_then(root_hash) {
                 Some(root) => (None, root, images),
                 None => return Err(&mut unroutable.namespace),
             },

@@ -73,6 +73,16 @@ pub enum ConnectError {
     /// The server's half of each request is not one that Tandem can use.
     #[error("{0}")]
     Disaggregated(String),
+    /// An observed server does not report its load.
+    #[error("the engine's /metrics has no vllm:num_requests_running; start vLLM without --disable-log-stats")]
+    NoLoad,
+    /// An observed server publishes no KV events.
+    #[error(
+        "the engine publishes no KV events, and its requests do not pass this worker, so nothing would be known of its cache; start vLLM with \
+         --kv-events-config '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}', \
+         or set --engine-events to their address"
+    )]
+    NoEvents,
     /// The server serves no model.
     #[error("the engine serves no model; start it with one")]
     NoModel,
@@ -333,6 +343,7 @@ mod tests {
             kv_lease: Duration::from_secs(30),
             shared_store: None,
             silence_max: Duration::from_secs(60),
+            observed_at: None,
         };
         let llama_cpp = LlamaCppSettings {
             url: url.to_owned(),

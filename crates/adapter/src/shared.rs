@@ -23,6 +23,8 @@ pub(crate) struct AdapterState {
     pub cached_blocks_max: u32,
     /// The name of the store that other workers share with this one; empty if there is none.
     pub shared_store: String,
+    /// The ip:port at which gateways reach the engine, if this adapter only observes it; else empty.
+    pub engine_endpoint: String,
     mirror: Mutex<Mirror>,
     /// The sender of all batches of KV events; `None` once the engine has ended.
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
@@ -68,6 +70,7 @@ impl AdapterState {
             approximate,
             cached_blocks_max: mirror.cached_blocks_max(),
             shared_store: String::new(),
+            engine_endpoint: String::new(),
             mirror: Mutex::new(mirror),
             batches: Mutex::new(Some(batches)),
             last: Mutex::default(),

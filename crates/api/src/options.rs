@@ -38,6 +38,7 @@ pub enum LogprobsWith {
 }
 
 /// The checked parameters.
+#[derive(Default)]
 pub struct Options {
     /// The number of answers to each prompt.
     pub samples: u32,

@@ -11,6 +11,7 @@ mod memory;
 mod mix;
 mod priority;
 mod report;
+mod salt;
 mod ticket;
 mod tier;
 
@@ -24,6 +25,7 @@ pub use memory::{
 pub use mix::mix;
 pub use priority::Priority;
 pub use report::{KvBatch, Load, StepStats};
+pub use salt::{cache_salt, root_hash};
 pub use ticket::{InvalidTicket, Ticket};
 pub use tier::{ByTier, Tier};
 

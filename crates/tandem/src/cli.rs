@@ -19,7 +19,7 @@ use crate::{
     key::KeyCommand,
     ready::ReadyArgs,
     server::ServerAddress,
-    settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
+    settings::{EppProcess, FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
     why::WhyArgs,
 };
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -76,6 +76,16 @@ pub enum Command {
     /// Run a frontend: the OpenAI API of a cluster
     #[command(args_override_self = true)]
     Frontend(Box<Serve<FrontendProcess>>),
+
+    /// Run an endpoint picker, which names to a Kubernetes gateway or Envoy the vLLM server for each request
+    #[command(
+        args_override_self = true,
+        mut_arg("listen", |arg| arg.default_value("127.0.0.1:9002").help(EPP_LISTEN_HELP)),
+        mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9300")),
+        mut_arg("engine", |arg| arg.default_value("vllm")),
+        mut_args(|arg| if OF_FRONTENDS_ONLY.iter().any(|id| arg.get_id() == *id) { arg.hide(true) } else { arg })
+    )]
+    Epp(Box<Serve<EppProcess>>),
 
     /// Reconcile reported usage with worker ledgers and metrics
     Audit {
@@ -145,6 +155,39 @@ pub enum Command {
 }
 
 const GRPC_LISTEN_HELP: &str = "Address and port of gRPC. The default accepts connections from this machine only, because a cluster without a key does not authenticate callers";
+
+const EPP_LISTEN_HELP: &str =
+    "Address and port of gRPC, which the gateway calls. Let only the gateway reach it: callers are not authenticated";
+
+/// Settings of frontends that have no effect on an endpoint picker, because the gateway and the servers do these things.
+pub(crate) const OF_FRONTENDS_ONLY: [&str; 26] = [
+    "api_keys_file",
+    "audit_log",
+    "audit_log_max_bytes",
+    "audit_result",
+    "cors_origin",
+    "dashboard_requests",
+    "drain_idle",
+    "expose_details",
+    "observe",
+    "engine_kv_connector",
+    "engine_kv_lease",
+    "engine_rank",
+    "max_connections",
+    "max_connections_per_address",
+    "passthrough",
+    "passthrough_ca",
+    "passthrough_key_file",
+    "prefill",
+    "reasoning_parser",
+    "renderer_key_file",
+    "renderers",
+    "resumes",
+    "reuse_port",
+    "tls_cert",
+    "tls_key",
+    "tool_call_parser",
+];
 
 /// `tandem route`
 #[derive(Debug, Subcommand)]

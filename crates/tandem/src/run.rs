@@ -42,6 +42,14 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
             let delay = frontend.role.frontend.drain_delay;
             return run_or_print("frontend", *frontend, |role| &role.common, delay, Process::frontend);
         }
+        Command::Epp(epp) if epp.role.external.engine_url.is_empty() => {
+            let delay = epp.role.frontend.frontend.drain_delay;
+            return run_or_print("epp", *epp, |role| &role.frontend.common, delay, |role| Process::frontend(role.alone()));
+        }
+        Command::Epp(epp) => {
+            let delay = epp.role.frontend.frontend.drain_delay;
+            return run_or_print("epp", *epp, |role| &role.frontend.common, delay, |role| Cluster::start(role.with_workers()));
+        }
         #[cfg(feature = "model")]
         Command::Model { command } => print(&model::run(command)?)?,
         Command::Completions { shell } => print(&Cli::completions(shell))?,

@@ -84,6 +84,12 @@ pub trait Backend: Send + Sync + 'static {
         false
     }
 
+    /// Returns the ip:port at which gateways reach the engine, if the back end only observes it; empty if the back end computes requests. This never
+    /// changes.
+    fn engine_endpoint(&self) -> &str {
+        ""
+    }
+
     /// Returns the largest number of blocks that [`Self::watch`] reports as cached. This never changes.
     fn cached_blocks_max(&self) -> u32 {
         self.info().capacity_blocks

@@ -127,6 +127,7 @@ impl Worker {
             step_tokens: backend.step_tokens(),
             loras: first_loras.to_vec(),
             shared_store: backend.shared_store().to_owned(),
+            engine_endpoint: backend.engine_endpoint().to_owned(),
             needs_prefill_worker: backend.kv_exchange().computes_no_prompts(),
             accepts_images: backend.accepts_images(),
         };

@@ -15,7 +15,7 @@ use std::{convert::Infallible, sync::Arc};
 use tandem_proto::v1::{AnswerFinished, AttemptFailed, ExistingPlacement, PrefillFinished, route_request::Message};
 
 /// A request's booking. It ends when this value is dropped.
-pub(super) struct Booking {
+pub(crate) struct Booking {
     routers: Arc<Routers>,
     /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
@@ -31,7 +31,7 @@ impl Booking {
     ///
     /// # Errors
     /// No router can place it.
-    pub(super) async fn open(routers: &Arc<Routers>, prompt: &Prompt) -> Result<(Self, Placement), DispatchError> {
+    pub(crate) async fn open(routers: &Arc<Routers>, prompt: &Prompt) -> Result<(Self, Placement), DispatchError> {
         let equal_prompt = prompt.equal_placement().await;
         let (stream, placement) = routers.place(prompt, equal_prompt.as_ref()).await?;
         prompt.placed_on(&placement);
@@ -78,7 +78,7 @@ impl Booking {
     }
 
     /// Reports the attempt's first token to the router, which then releases the prompt's prefill load.
-    pub(super) async fn prefill_finished(&mut self, cached_tokens: Option<u32>) {
+    pub(crate) async fn prefill_finished(&mut self, cached_tokens: Option<u32>) {
         self.existing.prefilling = false;
         // A rebooking that has already begun would count the prefill's load, although the prefill has ended.
         self.rebooking = None;
@@ -87,7 +87,7 @@ impl Booking {
 
     /// Reports the number of cached tokens, which the worker has reported after the first token. If the router was lost meanwhile, the
     /// number is not reported to another router instead: only the router that placed the request compares the number with its prediction.
-    pub(super) async fn cached_tokens_reported(&mut self, cached_tokens: u32) {
+    pub(crate) async fn cached_tokens_reported(&mut self, cached_tokens: u32) {
         self.send_prefill_finished(Some(cached_tokens)).await;
     }
 
@@ -97,9 +97,15 @@ impl Booking {
         }
     }
 
+    /// Books the request on another worker, because a gateway has sent it to this worker's engine.
+    pub(crate) fn moved_to(&mut self, instance_id: &str) {
+        instance_id.clone_into(&mut self.existing.decode_instance_id);
+        (self.stream, self.rebooking) = (None, None);
+    }
+
     /// Keeps the request booked: books it with another router whenever its router is lost or drains. Never returns. Cancel-safe: a later
     /// call continues.
-    pub(super) async fn maintain(&mut self, prompt: &Prompt) -> Infallible {
+    pub(crate) async fn maintain(&mut self, prompt: &Prompt) -> Infallible {
         loop {
             match &mut self.stream {
                 Some(stream) if !stream.draining => {
@@ -121,7 +127,7 @@ impl Booking {
     }
 
     /// Ends the booking of a request whose answer is complete. The answer has this number of tokens, in all samples together.
-    pub(super) async fn close(self, generated_tokens: u64) {
+    pub(crate) async fn close(self, generated_tokens: u64) {
         if let Some(stream) = self.stream {
             stream.send(Message::AnswerFinished(AnswerFinished { generated_tokens })).await;
             stream.close().await;

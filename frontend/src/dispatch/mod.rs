@@ -13,13 +13,13 @@ mod routers;
 
 pub(crate) use attempt::{AttemptError, Facts};
 pub(crate) use availability::{Unavailable, check};
+pub(crate) use booking::Booking;
 pub(crate) use error::{DispatchError, seconds};
 pub(crate) use prompt::Prompt;
 pub(crate) use routers::{MemberList, Routers};
 
 use crate::{metrics::FrontendMetrics, settings::FrontendSettings};
 use attempt::{Attempt, SHORT_WAIT, WAIT_TOLERANCE, Work};
-use booking::Booking;
 use futures::FutureExt;
 use losses::Losses;
 use placement::Placement;

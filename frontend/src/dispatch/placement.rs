@@ -15,6 +15,8 @@ pub(crate) struct Placement {
     pub(crate) wait: Duration,
     /// The facts about the prompt's prefix; `None` if the router sent none.
     pub(crate) prefix: Option<v1::PrefixFacts>,
+    /// The chosen engine and its alternatives, if the request is for an observed engine.
+    pub(crate) endpoints: Vec<v1::EngineEndpoint>,
 }
 
 #[derive(Clone, Debug)]
@@ -26,10 +28,11 @@ pub(crate) struct PlacedWorker {
 
 impl Placement {
     /// Converts the placement that a router sent; `None` if it has no decode worker.
-    pub(crate) fn from_wire(v1::Placement { decode, prefill, block_size, wait_ms, prefix }: v1::Placement) -> Option<Self> {
+    pub(crate) fn from_wire(placement: v1::Placement) -> Option<Self> {
+        let v1::Placement { decode, prefill, block_size, wait_ms, prefix, endpoints } = placement;
         let placed = |v1::Candidate { worker, overlap_blocks, .. }| Some(PlacedWorker { worker: worker?, overlap_blocks });
         let wait = Duration::from_millis(wait_ms.into());
-        Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size, wait, prefix })
+        Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size, wait, prefix, endpoints })
     }
 
     /// Returns the name of the placed worker with this instance id, or the id itself if neither worker has it.

@@ -4,7 +4,7 @@ use super::placement::Placement;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, Priority, RequestId, SequenceHash, TokenId};
 use tandem_process::trace::Span;
-use tandem_proto::v1::{EqualPrompt, ExistingPlacement, Identity, Image, RoutePrompt, Sampling};
+use tandem_proto::v1::{EqualPrompt, ExistingPlacement, Identity, Image, RoutePrompt, Sampling, WantedEndpoints};
 use tokio::{
     sync::{OwnedSemaphorePermit, watch},
     time::Instant,
@@ -49,6 +49,8 @@ pub(crate) struct Prompt {
     pub(crate) priority: Priority,
     /// The prompt's role among equal prompts; `None`: no other prompt of the request equals it.
     pub(crate) equal: Option<Equal>,
+    /// The engines among which the router chooses, each observed by a worker; `None`: the prompt runs on workers that serve requests.
+    pub(crate) endpoints: Option<WantedEndpoints>,
 }
 
 /// The role of a prompt that has equal prompts in its request. They are placed on the same workers, which then compute the prompt once.
@@ -111,6 +113,7 @@ impl Prompt {
             priority: Some(self.priority.into()),
             equal_prompt,
             other_namespace_blocks: self.other_namespace_blocks,
+            endpoints: self.endpoints.clone(),
         }
     }
 }

@@ -92,6 +92,8 @@ pub(crate) struct App {
     pub(super) heads: Heads,
     pub(super) audit: Option<LastAudit>,
     pub(super) failures_logged: LogLimit,
+    /// See [`FrontendSettings::alternatives`].
+    pub(super) alternatives: Option<u32>,
 }
 
 impl App {
@@ -132,6 +134,7 @@ impl App {
             admission: Admission::new(sequences, shutdown, Arc::clone(&metrics)),
             audit: settings.audit_result.map(|path| LastAudit::new(path, registry.clone())),
             failures_logged: LogLimit::default(),
+            alternatives: settings.alternatives,
             metrics,
             block_size: settings.block_size,
             hash_key: network.key().hash_key(),

@@ -86,9 +86,8 @@ impl Bodies {
         headers: &HeaderMap,
         mut body: Body,
     ) -> Result<(Bytes, HeldBytes), ApiError> {
-        let max = if form == BodyForm::Json { self.max } else { self.form_max };
         let read = match check_type(form, headers) {
-            Ok(()) => self.collect(max, client, &mut body).await,
+            Ok(()) => self.collect(form, client, &mut body).await,
             Err(error) => Err(error),
         };
         if !matches!(read, Ok(_) | Err(ApiError::BodySlow { .. } | ApiError::BodyBroken)) {
@@ -97,7 +96,17 @@ impl Bodies {
         read
     }
 
-    async fn collect(&self, max: usize, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, HeldBytes), ApiError> {
+    /// Reads a body as [`Bodies::read`] does, but leaves the rest of a refused body.
+    ///
+    /// # Errors
+    /// The body is too large, too slow or incomplete, or the budget is used up.
+    pub(super) async fn collect(
+        &self,
+        form: BodyForm,
+        client: Option<&Client>,
+        body: &mut Body,
+    ) -> Result<(Bytes, HeldBytes), ApiError> {
+        let max = if form == BodyForm::Json { self.max } else { self.form_max };
         let too_large = ApiError::BodyTooLarge { max };
         if body.size_hint().lower() > max as u64 {
             return Err(too_large);
@@ -187,7 +196,7 @@ fn grow(held: &mut HeldBytes, bytes: usize) -> Result<(), ApiError> {
 /// Checks that the content type is that of the form. Browsers send JSON to another site only after a CORS preflight, which this server
 /// refuses, but they send forms and plain text without a preflight; then only `http/guard` refuses them. A request without a content type
 /// needs an Authorization header, which also needs a preflight.
-fn check_type(form: BodyForm, headers: &HeaderMap) -> Result<(), ApiError> {
+pub(super) fn check_type(form: BodyForm, headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
         return Err(ApiError::ContentEncoding);

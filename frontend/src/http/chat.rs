@@ -22,7 +22,7 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
     handle(app, Endpoint::Chat, request, prepare).await
 }
 
-async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
+pub(super) async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: ChatRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
     let chat = request.check(&served.model)?;

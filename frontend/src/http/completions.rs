@@ -23,7 +23,7 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
     handle(app, Endpoint::Completions, request, prepare).await
 }
 
-async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
+pub(super) async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: CompletionRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
     let model = Arc::clone(&served.model);

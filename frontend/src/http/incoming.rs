@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_api::{Ignored, Options, Problem, RequestError, answer::Style, elements_max};
 use tandem_kv::{ImageId, ImageStart, Namespace, Priority, TokenId};
-use tandem_proto::v1::Image;
+use tandem_proto::v1::{Image, WantedEndpoints};
 use tandem_text::{NamespaceEncodings, ServedModel, chat::OutputFormat};
 use tokio::{
     sync::watch,
@@ -170,13 +170,13 @@ impl Incoming {
     }
 
     /// Checks, on a blocking thread, whether the request's constraint on the text can be enforced. Does nothing if there is no constraint,
-    /// or if an earlier request of this client has passed the same check. A check that takes too long continues to its end, and the
-    /// client's next check waits for it.
+    /// if an earlier request of this client has passed the same check, or in an endpoint picker, because the server checks the constraint.
+    /// A check that takes too long continues to its end, and the client's next check waits for it.
     ///
     /// # Errors
     /// The constraint cannot be enforced, checking it takes longer than [`CHECK_MAX`], or no core is free in time.
     pub(super) async fn check_constraint(&self, options: &Options) -> Result<(), ApiError> {
-        let Some(stated) = options.constraint.clone() else { return Ok(()) };
+        let Some(stated) = options.constraint.clone().filter(|_| self.app.alternatives.is_none()) else { return Ok(()) };
         let key = (self.client.clone(), stated.constraint.clone());
         if self.app.checked.lock().get(&key).is_some() {
             return Ok(());
@@ -298,6 +298,7 @@ impl Incoming {
             queued: self.queued.clone(),
             priority: self.priority,
             equal: None,
+            endpoints: self.app.alternatives.map(|alternatives| WantedEndpoints { alternatives, ..WantedEndpoints::default() }),
         }
     }
 }

@@ -108,7 +108,7 @@ fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
 }
 
 /// Returns the value of the header `traceparent` if it has the form that W3C's trace context requires, else an empty string.
-fn traceparent(headers: &HeaderMap) -> String {
+pub(super) fn traceparent(headers: &HeaderMap) -> String {
     let value = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let valid = value.len() == 55 && value.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
     if valid { value.to_owned() } else { String::new() }

@@ -21,6 +21,7 @@ mod models;
 mod openapi;
 mod passed;
 mod passthrough;
+pub(crate) mod picker;
 mod progress;
 mod readiness;
 mod request_id;

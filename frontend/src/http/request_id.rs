@@ -21,16 +21,21 @@ pub(super) struct ClientRequestId(pub(super) Arc<str>);
 const CLIENT_ID_MAX: usize = 128;
 
 impl ClientRequestId {
-    fn of(headers: &HeaderMap) -> Option<Self> {
+    pub(super) fn of(headers: &HeaderMap) -> Option<Self> {
         let visible = headers.get(HEADER)?.as_bytes().iter().filter(|byte| byte.is_ascii_graphic());
         let id: String = visible.take(CLIENT_ID_MAX).map(|byte| char::from(*byte)).collect();
         (!id.is_empty()).then(|| Self(id.into()))
     }
 }
 
+/// Returns a new id.
+pub(super) fn new() -> String {
+    uuid::Uuid::new_v4().simple().to_string()
+}
+
 /// The layer that sets the id. It is also applied to refusals, the dashboard and unknown paths.
 pub(super) async fn with_id(mut request: Request, next: Next) -> Response {
-    let id = uuid::Uuid::new_v4().simple().to_string();
+    let id = new();
     let value = HeaderValue::from_str(&id).expect("hexadecimal digits are a valid header value");
     let of_client = ClientRequestId::of(request.headers());
     request.extensions_mut().insert(HttpRequestId(id));

@@ -321,7 +321,10 @@ impl ClusterState {
             answer,
             waiting: decision.waiting(request, choice),
         };
-        let placement = decision.placement(choice, wait, facts);
+        let mut placement = decision.placement(choice, wait, facts);
+        if let Some(wanted) = &request.endpoints {
+            placement.endpoints = decision.endpoints(choice, wanted.alternatives);
+        }
         self.metrics.estimated_wait.record(wait);
         let role = if choice.prefill.is_some() { WorkerRole::Prefill } else { WorkerRole::Decode };
         let (model, tokens) = (decision.model.clone(), full.tokens);

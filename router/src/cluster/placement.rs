@@ -13,6 +13,7 @@ use crate::{
     settings::{Costs, PrefillPlace, RouterSettings},
 };
 use std::{
+    cmp::Ordering,
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
     time::Duration,
@@ -143,8 +144,9 @@ impl Placer {
         let placements = history.map_or(0, |history| history.placements);
         let answer_ms = history.and_then(|history| history.answer_ms.get());
         let all = members;
-        let members: Vec<&Member> = all.of_model(&model).collect();
-        let (query, hashes) = query(settings, members[0].info.block_size, request, attempt);
+        let members: Vec<&Member> = all.of_model(&model).filter(|member| request.may_reach(&member.info)).collect();
+        let first = members.first().ok_or(NoEligibleWorker::NoDecodeWorker)?;
+        let (query, hashes) = query(settings, first.info.block_size, request, attempt);
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
@@ -225,6 +227,20 @@ impl PlacementDecision<'_> {
             block_size: self.query.block_size,
             wait_ms: u32::try_from(wait.as_millis()).unwrap_or(u32::MAX),
             prefix: Some(facts),
+            endpoints: Vec::new(),
         }
+    }
+
+    /// Returns the engine of the chosen member, and at most `alternatives` others, the cheapest first.
+    pub(super) fn endpoints(&self, choice: RouteChoice, alternatives: u32) -> Vec<v1::EngineEndpoint> {
+        let cost = |at: usize| self.costs[at].local.map(|cost| cost.total());
+        let mut others: Vec<usize> = (0..self.members.len()).filter(|at| *at != choice.decode && cost(*at).is_some()).collect();
+        others.sort_by(|one, other| cost(*one).partial_cmp(&cost(*other)).unwrap_or(Ordering::Equal));
+        let all = std::iter::once(choice.decode).chain(others.into_iter().take(alternatives as usize));
+        let endpoint = |at: usize| v1::EngineEndpoint {
+            address: self.members[at].info.engine_endpoint.clone(),
+            instance_id: self.members[at].info.instance_id.clone(),
+        };
+        all.map(endpoint).collect()
     }
 }

@@ -3,7 +3,7 @@
 use crate::route::NoEligibleWorker;
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_kv::{InstanceId, Priority, RequestId, SequenceHash};
-use tandem_proto::v1::EqualPrompt;
+use tandem_proto::v1::{EqualPrompt, WantedEndpoints, WorkerInfo};
 
 /// A request to place.
 #[derive(Clone)]
@@ -33,6 +33,19 @@ pub(crate) struct PlacementRequest {
     pub(crate) equal_prompt: Option<EqualPrompt>,
     /// The number of leading blocks that a recent prompt in another cache namespace has as well.
     pub(crate) other_namespace_blocks: u32,
+    /// The engines among which to choose, each observed by a worker; `None`: the request is placed on workers that serve requests.
+    pub(crate) endpoints: Option<WantedEndpoints>,
+}
+
+impl PlacementRequest {
+    /// Returns whether the request may be placed on this worker, as far as it matters how requests reach the worker's engine.
+    pub(crate) fn may_reach(&self, worker: &WorkerInfo) -> bool {
+        let endpoint = &worker.engine_endpoint;
+        match &self.endpoints {
+            None => endpoint.is_empty(),
+            Some(wanted) => !endpoint.is_empty() && (!wanted.only_listed || wanted.listed.contains(endpoint)),
+        }
+    }
 }
 
 /// Instances that have failed a request.

@@ -106,6 +106,7 @@ impl Scenario {
             max_wait: None,
             equal_prompt: None,
             other_namespace_blocks: 0,
+            endpoints: None,
         }
     }
 

@@ -225,6 +225,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         max_wait: None,
         equal_prompt: None,
         other_namespace_blocks: 0,
+        endpoints: None,
     }
 }
 

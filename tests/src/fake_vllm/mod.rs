@@ -3,6 +3,7 @@
 pub mod engine;
 pub mod events;
 pub mod images;
+mod openai;
 pub mod server;
 pub mod tokenizer;
 

@@ -5,7 +5,7 @@ mod generation;
 use super::{
     engine::{Cache, Fabric, HeldKv, Prompt, next_token_of},
     events::{Publisher, PublisherSettings},
-    images,
+    images, openai,
 };
 use anyhow::Result;
 use axum::{
@@ -176,6 +176,8 @@ impl FakeVllm {
             .route("/kv_event_sources", get(event_sources))
             .route("/v1/chat/completions/render", post(render))
             .route("/inference/v1/generate", post(generate).layer(DefaultBodyLimit::disable()))
+            .route("/v1/completions", post(completions).layer(DefaultBodyLimit::disable()))
+            .route("/v1/chat/completions", post(chat).layer(DefaultBodyLimit::disable()))
             .route("/inference/v1/abort_requests", post(abort))
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();
@@ -292,7 +294,12 @@ async fn metrics(State(engine): State<Arc<Engine>>) -> String {
             "vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"{rank}\",num_gpu_blocks=\"{blocks}\"}} 1.0\n"
         )
     });
-    format!("process_start_time_seconds {}.0\n{}", engine.started.load(Ordering::SeqCst), constants.collect::<String>())
+    let running = engine.requests.load(Ordering::SeqCst);
+    format!(
+        "process_start_time_seconds {}.0\nvllm:num_requests_running{{engine=\"0\"}} {running}.0\nvllm:num_requests_waiting{{engine=\"0\"}} 0.0\n{}",
+        engine.started.load(Ordering::SeqCst),
+        constants.collect::<String>()
+    )
 }
 
 async fn event_sources(State(engine): State<Arc<Engine>>) -> Response {
@@ -349,6 +356,21 @@ async fn render(State(engine): State<Arc<Engine>>, Json(chat): Json<Value>) -> R
     }
     let status = changes["status"].as_u64().and_then(|status| StatusCode::from_u16(status as u16).ok()).unwrap_or(status);
     (status, Json(answer)).into_response()
+}
+
+async fn completions(state: State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
+    of_text(state, headers, openai::of_ids(&body, openai::completion)).await
+}
+
+async fn chat(state: State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
+    of_text(state, headers, openai::of_ids(&body, openai::chat)).await
+}
+
+async fn of_text(state: State<Arc<Engine>>, headers: HeaderMap, body: Result<Bytes, &str>) -> Response {
+    match body {
+        Ok(body) => generate(state, headers, body).await,
+        Err(problem) => error(StatusCode::BAD_REQUEST, problem),
+    }
 }
 
 async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {

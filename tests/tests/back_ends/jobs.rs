@@ -112,6 +112,28 @@ async fn cancelled_samples_report_cached_tokens_once() -> Result<()> {
 }
 
 #[tokio::test]
+async fn observed_engine_gets_no_requests_and_its_load_is_its_own_report() -> Result<()> {
+    let External { fake, adapter, follower: _follower } =
+        external(FakeSettings::default(), |settings| settings.observed_at = Some(([10, 0, 0, 1], 80).into())).await?;
+    assert_eq!(adapter.engine_endpoint(), "10.0.0.1:80");
+    let refused = adapter.generate(generate(&prompt(1, 40), 1)).await.err().context("the request was not refused")?;
+    assert!(matches!(&refused, Refusal::Unsupported(why) if why.contains("--observe")), "{refused}");
+    assert!(fake.seen().is_empty());
+    let body = json!({ "model": "fake", "prompt": "hello", "max_tokens": 3_000, "stream": true });
+    let running = reqwest::Client::new().post(format!("{}/v1/completions", fake.url())).json(&body).send().await?;
+    let load = async || Ok::<_, anyhow::Error>(adapter.watch().await.context("the engine has ended")?.load);
+    let mut changes = adapter.watch().await.context("the engine has ended")?.batches;
+    while load().await?.running_sequences != 1 {
+        timeout(LIMIT, changes.recv()).await??;
+    }
+    drop(running);
+    while load().await?.running_sequences != 0 {
+        timeout(LIMIT, changes.recv()).await??;
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } =

@@ -47,6 +47,7 @@ fn settings(fake: &FakeVllm) -> VllmSettings {
         kv_lease: Duration::from_secs(30),
         shared_store: None,
         silence_max: Duration::from_secs(60),
+        observed_at: None,
     }
 }
 

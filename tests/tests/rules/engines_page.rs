@@ -1,6 +1,8 @@
-//! Checks that the commands in docs/engines.md are valid, and that the messages that the page explains exist.
+//! Checks that the commands in docs/engines.md and docs/gateway.md are valid, and that the messages that docs/engines.md explains exist.
 
 use anyhow::{Context, Result, anyhow, ensure};
+use serde::Deserialize;
+use serde_json::Value;
 use tandem::cli::Cli;
 use tandem_tests::workspace::{files, root, text};
 
@@ -9,15 +11,33 @@ fn page() -> String {
 }
 
 #[test]
-fn commands_in_the_engines_document_are_valid() -> Result<()> {
-    let page = page().replace("\\\n", " ");
-    let commands: Vec<&str> = page.lines().filter(|line| line.starts_with("tandem ")).collect();
+fn commands_in_the_documents_about_engines_are_valid() -> Result<()> {
+    let page = page() + &text(&root().join("docs/gateway.md"));
+    let page = page.replace("\\\n", " ");
+    let mut commands: Vec<String> = page.lines().filter(|line| line.starts_with("tandem ")).map(str::to_owned).collect();
+    commands.extend(commands_of_pods()?);
     ensure!(commands.len() >= 5, "only {commands:?} were found");
     for command in commands {
         let args = command.split_whitespace().map(Into::into).collect();
         Cli::read(args, None).map_err(|error| anyhow!("{command}: {error}"))?;
     }
     Ok(())
+}
+
+/// Returns the commands of Tandem's containers in the manifest for gateways.
+fn commands_of_pods() -> Result<Vec<String>> {
+    let manifest = text(&root().join("deploy/gateway/kubernetes.yaml"));
+    let mut commands = Vec::new();
+    for object in yaml_serde::Deserializer::from_str(&manifest).map(Value::deserialize) {
+        let containers = object?["spec"]["template"]["spec"]["containers"].clone();
+        for container in containers.as_array().into_iter().flatten().filter(|container| container["name"] != "vllm") {
+            let args = container["args"].as_array().into_iter().flatten().filter_map(Value::as_str);
+            let args: Vec<&str> = args.filter(|arg| !arg.starts_with("--cluster-key-file=")).collect();
+            commands.push(format!("tandem {}", args.join(" ")).replace("$(POD_IP)", "10.1.2.3"));
+        }
+    }
+    ensure!(commands.len() == 3, "{commands:?}");
+    Ok(commands)
 }
 
 #[test]

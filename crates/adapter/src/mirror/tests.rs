@@ -2,7 +2,7 @@ use super::*;
 use crate::UnknownMedium;
 use proptest::{prelude::*, sample::Index};
 use std::collections::{BTreeMap, HashSet};
-use tandem_kv::{Change, ImageId, StoredChain, sequence_hashes};
+use tandem_kv::{Change, ImageId, StoredChain, cache_salt, sequence_hashes};
 
 const BLOCK: usize = 2;
 /// The number of the cluster's blocks in one engine block.
@@ -47,7 +47,7 @@ fn number(hash: u64) -> EngineHash {
 
 fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
     let mut extra_keys = vec![ExtraKeys::None; engine_hashes.len()];
-    extra_keys[0] = ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
+    extra_keys[0] = ExtraKeys::Text(cache_salt(&KEY, &namespace()));
     BlocksStored {
         hashes: engine_hashes.iter().copied().map(number).collect(),
         parent: None,
@@ -145,7 +145,7 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
     let first = || first_blocks(&[1, 2], tokens(1, 2));
     let keys = |keys: [ExtraKeys; 2]| keys.to_vec();
     let text = |text: &str| ExtraKeys::Text(text.to_owned());
-    let salt = || ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
+    let salt = || ExtraKeys::Text(cache_salt(&KEY, &namespace()));
     let count = |change: fn(&mut Unroutable)| {
         let mut unroutable = Unroutable::default();
         change(&mut unroutable);
@@ -388,7 +388,7 @@ impl Model {
 
 fn event_of((salt, choices): &Path, from: usize, tier: Tier) -> BlocksStored {
     let ends = from + 1..=choices.len();
-    let mut digits = salt::cache_salt(&KEY, &namespace());
+    let mut digits = cache_salt(&KEY, &namespace());
     digits.replace_range(79.., &salt.to_string());
     let mut extra_keys = vec![ExtraKeys::None; choices.len() - from];
     if from == 0 {

@@ -3,14 +3,13 @@
 use crate::{
     api::{EngineCall, EngineFailure},
     grammar,
-    salt::cache_salt,
     served::Loras,
 };
 use serde::Serialize;
 use std::{collections::HashMap, sync::Arc};
 use tandem_engine::{KvHandle, Sampling};
 use tandem_grammar::{Constraint, Kind, is_ebnf};
-use tandem_kv::{HashKey, TokenId};
+use tandem_kv::{HashKey, TokenId, cache_salt};
 
 /// The mask that limits seeds to 63 bits, because SGLang's seeds are signed.
 const SEED_MASK: u64 = i64::MAX as u64;

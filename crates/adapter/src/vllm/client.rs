@@ -11,7 +11,6 @@ use crate::{
     calls, failure,
     http::{self, ANSWER_MAX, EngineHttp, PROMPT_LOGPROBS_MAX},
     kv_events::EventSource,
-    salt::cache_salt,
     served::{self, Loras},
     server::{self, EngineServer, Instance},
 };
@@ -24,7 +23,7 @@ use serde::Deserialize;
 use serde_json::json;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_engine::{KvHandle, Sampling, TokenLogprobs};
-use tandem_kv::HashKey;
+use tandem_kv::{HashKey, cache_salt};
 
 /// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
 const ID_PREFIX: &str = "generate-tokens-";

@@ -2,7 +2,7 @@
 
 use super::{
     client::{ClientSettings, VllmClient},
-    metrics::{self, EngineConstants},
+    metrics::{self, EngineConstants, RankReport},
 };
 use crate::{
     adapter::EngineExchange,
@@ -15,11 +15,11 @@ use crate::{
     slots::{SlotLimits, Slots},
 };
 use futures::FutureExt;
-use std::{sync::Arc, time::Duration};
+use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::HashKey;
 use tandem_process::Secret;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 /// The time within which the engine must have rendered an image. The first one may take long, because vLLM then loads the model's processor.
 const RENDER_WAIT: Duration = Duration::from_secs(60);
@@ -53,7 +53,13 @@ pub struct VllmSettings {
     pub shared_store: Option<SharedStore>,
     /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
+    /// The address at which a gateway's requests reach the server. The adapter then only observes the server. `None`: it sends requests to it.
+    pub observed_at: Option<SocketAddr>,
 }
+
+/// The time between two readings of an observed engine's load. A reading costs a server milliseconds, and routers count placed requests
+/// without it.
+const OBSERVE_INTERVAL: Duration = Duration::from_millis(250);
 
 impl VllmSettings {
     /// Returns the settings for one of several ranks.
@@ -109,6 +115,10 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
             false
         }
     };
+    let is_observed = settings.observed_at.is_some();
+    if is_observed && RankReport::parse(&metrics, rank).is_none() {
+        return Err(ConnectError::NoLoad);
+    }
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     let capacity_blocks = u32::try_from(constants.capacity_tokens() / u64::from(block_size.max(1))).unwrap_or(u32::MAX);
     let subscription = match constants.prefix_caching {
@@ -117,12 +127,16 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     };
     let (endpoint, subscription) = subscription.unzip();
     let approximate = subscription.is_none() && constants.prefix_caching;
+    if is_observed && approximate {
+        return Err(ConnectError::NoEvents);
+    }
     let mirror = Mirror::new(MirrorSettings {
         hash_key: settings.hash_key,
         block_size,
         engine_block_size: constants.block_size,
         device_blocks: capacity_blocks,
-        hits_are_reported: !constants.has_groups(),
+        // An engine reports hits only if a request asks for it, and an observed engine gets no requests from the adapter.
+        hits_are_reported: !is_observed && !constants.has_groups(),
         store: settings.shared_store.as_ref().map(|store| store.tier),
         engine_blocks_max: MIRRORED_BLOCKS_MAX,
     })?;
@@ -132,6 +146,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let shared_store = settings.shared_store.map(|store| store.name).unwrap_or_default();
     let mut shared = AdapterState::new(info, Slots::new(limits), mirror, approximate);
     shared.shared_store = shared_store;
+    shared.engine_endpoint = settings.observed_at.map(|address| address.to_string()).unwrap_or_default();
     let shared = Arc::new(shared);
     let family = settings.nixl.then(|| {
         let EngineConstants { block_size, cache_dtype, .. } = &constants;
@@ -156,12 +171,36 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
              '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}'"
         );
     }
-    let (events, silence_max) = (kv_events::follow(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
+    let (following, silence_max) = (kv_events::follow(Arc::clone(&shared), subscription), settings.silence_max);
+    let events = match is_observed {
+        true => {
+            let observing = observe(Arc::clone(&client), Arc::clone(&shared), rank, constants.capacity_tokens());
+            async move {
+                tokio::select! { ended = following => ended, never = observing => match never {} }
+            }
+            .boxed()
+        }
+        false => following.boxed(),
+    };
     let instance = Some(constants.started.to_string());
     let exchange = family.map_or(EngineExchange::None, EngineExchange::Handles);
     let mut connected = Connected::new(client, ConnectedEngine { shared, exchange, instance, silence_max, events }, model, loras);
     connected.adapter.accepts_images = accepts_images;
     Ok(connected)
+}
+
+/// Follows the load that the engine reports. A reading that fails is followed by another one; the health checks notice an engine that has ended.
+async fn observe(client: Arc<VllmClient>, shared: Arc<AdapterState>, rank: u32, capacity_tokens: u64) -> Infallible {
+    let mut before = None;
+    loop {
+        if let Ok(page) = client.metrics().await
+            && let Some(now) = RankReport::parse(&page, rank)
+        {
+            shared.engine_load.observed(&now.load(before.as_ref().unwrap_or(&now), capacity_tokens));
+            before = Some(now);
+        }
+        sleep(OBSERVE_INTERVAL).await;
+    }
 }
 
 fn model_description(served: &ServedModels) -> ModelDescription {

@@ -42,6 +42,10 @@ const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-
 /// Settings that llama.cpp servers do not need, besides those with default values.
 const SETTINGS_OF_OTHERS: &[&str] = &["prefill-engine-url", "engine-events-replay", "engine-rank"];
 
+/// Settings of a frontend that an endpoint picker does not have.
+const SETTINGS_OF_FRONTENDS: &[&str] =
+    &["api-keys-file", "audit-log", "cors-origin", "tls-cert", "tool-call-parser", "reasoning-parser", "passthrough"];
+
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
     let is_set = |flag: &&&str| {
@@ -63,6 +67,7 @@ pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
         }
     }
     check_engine(role, given, is_set)?;
+    check_observing(role, given, is_set)?;
     check_kv_capacity(given)?;
     let mut passed = given.try_get_many::<String>("passthrough").ok().flatten().into_iter().flatten();
     if passed.next().is_some_and(|first| first.starts_with("http://") || first.starts_with("https://")) {
@@ -89,6 +94,28 @@ pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
              the header in --trusted-proxies (127.0.0.1 for a proxy on this machine)"
         )),
         _ => Ok(()),
+    }
+}
+
+/// Checks the settings of an endpoint picker, and of a worker that only observes its server.
+fn check_observing(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+    let engine = given.try_get_one::<EngineKind>("engine").ok().flatten().copied().unwrap_or_default();
+    match (role, is_set(&&"observe")) {
+        ("epp", true) => {
+            return Err("--observe is for decode workers; `tandem epp` observes the servers in its --engine-url".to_owned());
+        }
+        ("up" | "prefill-worker", true) => {
+            return Err("--observe is for decode workers; `tandem epp --engine-url` observes servers in one process".to_owned());
+        }
+        ("epp", false) | (_, true) if engine != EngineKind::Vllm => {
+            return Err("only vLLM servers can be observed; set --engine vllm".to_owned());
+        }
+        ("epp", false) => {}
+        _ => return Ok(()),
+    }
+    match SETTINGS_OF_FRONTENDS.iter().find(|flag| role == "epp" && is_set(flag)) {
+        Some(flag) => Err(format!("--{flag} has no effect with `tandem epp`; configure the gateway, or run `tandem up`")),
+        None => Ok(()),
     }
 }
 
@@ -121,10 +148,10 @@ fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool)
         _ => check_vllm(role, given, urls, is_set)?,
     }
     match (role, urls) {
-        ("frontend", _) if !given.try_contains_id("model").unwrap_or(false) => Err(format!(
+        ("frontend", _) | ("epp", 0) if !given.try_contains_id("model").unwrap_or(false) => Err(format!(
             "--engine {name} needs --model here: the model of the {server} servers, for its tokenizer and chat template"
         )),
-        ("frontend", _) | ("up", 1..) | (_, 1) => Ok(()),
+        ("frontend" | "epp", _) | ("up", 1..) | (_, 1) => Ok(()),
         (_, 0) => Err(format!("--engine {name} needs --engine-url with the URL of a {server} server")),
         _ => Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned()),
     }

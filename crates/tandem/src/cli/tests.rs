@@ -229,6 +229,12 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--slo-itl", "20"],
             "--slo-itl has no effect with --engine vllm",
         ),
+        (&["epp"], "--engine vllm needs --model here"),
+        (&["epp", "--engine", "sglang", "--engine-url", "http://1.2.3.4:1"], "only vLLM servers can be observed"),
+        (&["epp", "--engine-url", "http://1.2.3.4:1", "--api-keys-file", "x"], "--api-keys-file has no effect with `tandem epp`"),
+        (&["epp", "--engine-url", "http://1.2.3.4:1", "--observe", "1.2.3.4:1"], "--observe is for decode workers"),
+        (&["up", "--engine", "vllm", "--engine-url", "http://e:1", "--observe", "1.2.3.4:1"], "--observe is for decode workers"),
+        (&["decode-worker", "--observe", "1.2.3.4:1"], "only vLLM servers can be observed"),
         (&["up", "--engine", "sglang"], "--engine sglang needs --engine-url with the URL of a SGLang server"),
         (
             &["decode-worker", "--engine", "sglang", "--engine-url", "http://e:1", "--engine-kv-connector", "nixl"],
@@ -450,4 +456,20 @@ fn man_pages_describe_commands_flags_and_variables() {
         assert!(page.contains(expected), "{name} lacks {expected}:\n{page}");
     }
     assert!(Cli::write_man_pages(&pages.join("tandem.1/below")).is_err(), "a file is no folder");
+}
+
+#[test]
+fn endpoint_picker_has_workers_of_its_own_only_if_engines_are_named() {
+    let epp = |args: &[&str]| match command(&[&["epp"], args].concat()).expect("the settings are valid") {
+        Command::Epp(epp) => epp.role,
+        other => unreachable!("the command is epp: {other:?}"),
+    };
+    let own = epp(&["--engine-url", "http://1.2.3.4:1,http://1.2.3.5:1", "--fallback-endpoints", "2"]).with_workers();
+    assert_eq!(own.worker.external.engine_url.len(), 2);
+    assert_eq!((own.model.engine, own.common.listen.port()), (EngineKind::Vllm, 9002));
+    assert_eq!(own.picker.map(|picker| (picker.alternatives, picker.admin_listen.map(|at| at.port()))), Some((2, Some(9300))));
+    assert_eq!(own.frontend.limits.max_body_bytes, Some(10 << 20));
+    let alone = epp(&["--model", "hf:a/b", "--router", "r:1", "--max-body-bytes", "100"]).alone();
+    assert_eq!((alone.alternatives, alone.frontend.limits.max_body_bytes), (Some(0), Some(100)));
+    assert_eq!(alone.routers(), MemberSource::List(vec!["r:1".to_owned()]));
 }

@@ -103,6 +103,21 @@ impl ClusterParts {
 }
 
 impl EngineConfig {
+    /// Returns this configuration for a worker that only observes the server at `url`, which a gateway reaches at the same address.
+    ///
+    /// # Errors
+    /// The URL has a name in place of an IP address.
+    pub(super) fn observing(&self, url: &str) -> Result<Self, StartError> {
+        let named = || StartError::ObservedName { url: url.to_owned() };
+        let uri: Uri = url.parse().map_err(|_| named())?;
+        let port = uri.port_u16().unwrap_or(if uri.scheme_str() == Some("https") { 443 } else { 80 });
+        let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
+        let address = net::SocketAddr::new(host.parse().map_err(|_| named())?, port);
+        let mut config = self.clone();
+        config.worker.external.observe = Some(address);
+        Ok(config)
+    }
+
     pub(super) fn server(&self, url: &str, key: &ClusterKey) -> Result<ServerSettings, StartError> {
         let external = &self.worker.external;
         let ca = external.engine_ca.as_ref().map(|path| read_ca(path, "--engine-ca")).transpose()?;

@@ -29,7 +29,11 @@ pub(super) async fn workers(
         config.worker.external.engine_kv_connector = KvConnector::Nixl;
     }
     let all = urls.into_iter().flat_map(|(role, urls)| urls.iter().map(move |url| (role, url)));
-    let inspections = all.map(|(role, url)| (role, config.server(url, &parts.key)));
+    let observed = |url: &str| match settings.picker {
+        Some(_) => config.observing(url)?.server(url, &parts.key),
+        None => config.server(url, &parts.key),
+    };
+    let inspections = all.map(|(role, url)| (role, observed(url)));
     let inspections =
         inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
     let servers = futures::future::try_join_all(inspections).await?;
@@ -51,6 +55,9 @@ pub(super) async fn workers(
         }
         let served = models.position(&model).map(|at| &models.0[at].0);
         let (revision, context_length) = served.map_or(("", 0), |served| (&served.revision, served.context_length));
+        if settings.picker.is_some() && engines.len() > 1 {
+            return Err(StartError::ObservedRanks { url: engines[0].0.url().to_owned() });
+        }
         for (engine, kv_tokens) in engines {
             let listener = loopback().await?;
             let index = workers.iter().filter(|worker| worker.role == role).count();

@@ -21,7 +21,7 @@ use access::ApiAccess;
 use parts::ClusterParts;
 use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_engine::EngineHandle;
-use tandem_frontend::FrontendSettings;
+use tandem_frontend::{FrontendSettings, Renderer};
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     channel::Channel,
@@ -62,6 +62,10 @@ pub struct Cluster {
     pub workers: Vec<Worker>,
     /// The address of the router's gRPC listener.
     pub router: SocketAddr,
+    /// The address of an endpoint picker's admin port; `None` if there is none.
+    pub admin: Option<SocketAddr>,
+    /// Whether an endpoint picker runs in place of the frontend.
+    picks: bool,
     engine: EngineKind,
     access: ApiAccess,
     /// Where the cluster key is.
@@ -159,27 +163,21 @@ impl Cluster {
         parts.open_ledger(&settings.worker)?;
         parts.open_access_files(&settings.frontend)?;
         let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend.tenants);
-        access.warn_if_open();
+        let picker = settings.picker;
+        let admin = picker.and_then(|picker| picker.admin_listen).map(|address| bind(address, "--admin-listen", false));
+        let admin = admin.transpose()?;
+        if picker.is_none() {
+            access.warn_if_open();
+        }
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
         let file = RunningFile::write(folders, &access.running(router, &key_source));
-        let starting = parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?;
-        let (workers, served, renderers) = match settings.model.engine {
-            EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => {
-                fleet::workers(&parts, &settings, &mut config, &back).await?
-            }
-            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
-                let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
-                (workers, vec![served], Vec::new())
-            }
+        // A gateway speaks gRPC, so it waits until the picker has started.
+        let starting = match picker {
+            None => parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?,
+            Some(_) => Vec::new(),
         };
-        // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
-        let fitted = |served: ServedModel| {
-            let of_model = workers.iter().filter(|worker| worker.models().any(|model| *model == served.id));
-            let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
-            served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
-        };
-        let mut served: Vec<ServedModel> = served.into_iter().map(fitted).collect();
+        let (workers, mut served, renderers) = start_workers(&parts, &settings, &mut config, &back).await?;
         let extra = served.split_off(1);
         let served = served.pop().expect("a cluster has a model");
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
@@ -192,13 +190,21 @@ impl Cluster {
         let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), settings.model.max_concurrent_requests);
         own.models.extend(extra);
         own.renderers = Some(own.renderers).filter(|own| !own.is_empty()).unwrap_or(renderers);
+        own.alternatives = picker.map(|picker| picker.alternatives);
+        let admin_address = admin.as_ref().map(local_address).transpose()?;
         for answers in starting {
             answers.end().await;
         }
-        parts.frontend(frontend, FrontendSettings { routers: [router.to_string()].into_iter().collect(), ..own }, &front)?;
+        parts.frontend(
+            frontend,
+            FrontendSettings { routers: [router.to_string()].into_iter().collect(), admin, ..own },
+            &front,
+        )?;
         Ok(Self {
             model_id,
             frontend: address,
+            admin: admin_address,
+            picks: picker.is_some(),
             access,
             key: key_source,
             file,
@@ -214,7 +220,7 @@ impl Cluster {
     async fn wait_until_ready(&mut self) -> Result<(), StartError> {
         let channel = self.to_router();
         let (router, frontend, workers) = (RouterClient::new(channel), self.frontend, self.workers.len());
-        let metrics = self.access.is_encrypted().then(|| self.parts.metrics.clone());
+        let metrics = (self.picks || self.access.is_encrypted()).then(|| self.parts.metrics.clone());
         let ready = async {
             // A frontend is ready as soon as one decode worker has joined. This start waits for all workers, so that the first request can use each
             // of them.
@@ -243,11 +249,19 @@ impl ServedProcess for Cluster {
             EngineKind::Sglang => "on SGLang",
             EngineKind::LlamaCpp => "on llama.cpp",
         };
+        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
+        let of_workers = self.workers.iter().map(|worker| (&*worker.id, place(worker)));
+        if self.picks {
+            let mut places = vec![("gateway gRPC", self.frontend.to_string())];
+            places.extend(self.admin.map(|admin| ("admin", format!("http://{}", reachable(admin)))));
+            places.extend(of_workers);
+            let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
+            return format!("The endpoint picker for {models} is ready:\n\n{lines}");
+        }
         let mut places = vec![("frontend", url.clone())];
         places.extend(self.access.network_url().map(|url| ("from outside", url)));
         places.push(("router", self.router.to_string()));
-        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
-        places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
+        places.extend(of_workers);
         places.push(("chat", format!("{url}/chat")));
         places.extend(self.access.shows_dashboard.then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
@@ -296,6 +310,30 @@ impl Drop for Cluster {
         self.front.stop();
         self.back.stop();
     }
+}
+
+/// Starts the workers. Returns them, the models that they serve, and the servers that render conversations with images.
+async fn start_workers(
+    parts: &ClusterParts,
+    settings: &UpSettings,
+    config: &mut EngineConfig,
+    shutdown: &Shutdown,
+) -> Result<(Vec<Worker>, Vec<ServedModel>, Vec<Renderer>), StartError> {
+    let (workers, served, renderers) = match settings.model.engine {
+        EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => fleet::workers(parts, settings, config, shutdown).await?,
+        EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
+            let (workers, served) = own_workers(parts, settings, config, shutdown).await?;
+            (workers, vec![served], Vec::new())
+        }
+    };
+    // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
+    let fitted = |served: ServedModel| {
+        let of_model = workers.iter().filter(|worker| worker.models().any(|model| *model == served.id));
+        let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
+        served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
+    };
+    let served = served.into_iter().map(fitted).collect();
+    Ok((workers, served, renderers))
 }
 
 async fn own_workers(
@@ -363,8 +401,8 @@ async fn joined(mut router: RouterClient<Channel>) -> usize {
     router.workers(WorkersRequest {}).await.map_or(0, |reply| reply.get_ref().workers.len())
 }
 
-/// Returns whether the frontend is ready, as a load balancer would check it at `/ready`. If the frontend serves only https, its metrics are
-/// read instead, because its certificate need not be valid for this address.
+/// Returns whether the frontend is ready, as a load balancer would check it at `/ready`. If the frontend serves only https or gRPC, its metrics
+/// are read instead, because its certificate need not be valid for this address.
 async fn is_ready(frontend: SocketAddr, encrypted: Option<&Metrics>) -> bool {
     if let Some(metrics) = encrypted {
         return metrics.render().lines().any(|line| line == "tandem_frontend_ready 1");

@@ -284,8 +284,11 @@ impl ClusterParts {
             first_token_timeout: FIRST_TOKEN_WAIT,
             ..settings
         };
-        let listener = self.listener(listener);
-        self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, self.metrics.clone(), shutdown.clone()));
+        let (listener, metrics, stop) = (self.listener(listener), self.metrics.clone(), shutdown.clone());
+        match settings.alternatives {
+            None => self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics, stop)),
+            Some(_) => self.spawn("endpoint picker", shutdown, tandem_frontend::run_picker(listener, settings, metrics, stop)),
+        }
         Ok(())
     }
 

@@ -52,7 +52,9 @@ impl Process {
     /// # Errors
     /// Fails if a socket cannot be bound, if the model cannot be loaded, or if a file of the settings cannot be used.
     pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
-        let mut process = Self::new("tandem-frontend", &settings.discovery.cluster, &settings.common)?;
+        let is_picker = settings.alternatives.is_some();
+        let service = if is_picker { "tandem-epp" } else { "tandem-frontend" };
+        let mut process = Self::new(service, &settings.discovery.cluster, &settings.common)?;
         process.parts.open_cluster_tls(&settings.cluster_tls, PeerRole::Frontend)?;
         process.parts.open_access_files(&settings.frontend)?;
         let shared = settings.restart.reuse_port;
@@ -66,27 +68,34 @@ impl Process {
         let hosts = settings.frontend.limits.hosts.hosts();
         let begin =
             |(listener, admin): &(_, Option<_>)| process.parts.starting(listener, admin.as_ref(), &hosts, &process.service);
-        let starting = bound.as_ref().map(begin).transpose()?;
+        // A gateway speaks gRPC, so it waits until the picker has started.
+        let starting = bound.as_ref().filter(|_| !is_picker).map(begin).transpose()?;
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
         let extra = load_extra(&settings.model, &settings.frontend.extra_models).await?;
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
         let ids: Vec<&str> = std::iter::once(&served).chain(&extra).map(|served| served.id.as_str()).collect();
-        process.name = format!("frontend for {}", ids.join(", "));
+        process.name = format!("{} for {}", if is_picker { "endpoint picker" } else { "frontend" }, ids.join(", "));
         let (listener, admin) = bound.map_or_else(bind, Ok)?;
         let address = local_address(&listener)?;
         let (routers, access) = (settings.routers(), ApiAccess::new(address, &settings.frontend.tenants));
-        access.warn_if_open();
+        let api = if is_picker {
+            ("gateway gRPC", address.to_string())
+        } else {
+            access.warn_if_open();
+            ("OpenAI API", access.url())
+        };
         let listed = match &routers {
             MemberSource::List(list) => list.join(", "),
             _ => format!("registered in etcd at {}", settings.discovery.etcd.join(", ")),
         };
-        process.places = vec![("OpenAI API", access.url()), ("routers", listed)];
+        process.places = vec![api, ("routers", listed)];
         if let Some(admin) = &admin {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let mut frontend = settings.frontend.settings(served, &settings.restart, settings.model.max_concurrent_requests);
         frontend.models.extend(extra);
+        frontend.alternatives = settings.alternatives;
         for answers in starting.into_iter().flatten() {
             answers.end().await;
         }

@@ -3,7 +3,7 @@
 use super::common::with_commas;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
-use std::{path::PathBuf, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_adapter::{
     kv_events::{KvEvents, SharedStore},
     llama_cpp::LlamaCppSettings,
@@ -68,6 +68,11 @@ pub struct ExternalArgs {
     /// for all servers that load each other's blocks from it
     #[arg(long, env = "TANDEM_ENGINE_SHARED_STORE", value_name = "MEDIUM=NAME", value_parser = shared_store)]
     pub engine_shared_store: Option<String>,
+
+    /// Only observe the vLLM server: report its cache and load, and refuse all requests, because they reach the server through a gateway at this address.
+    /// `tandem epp` then places the gateway's requests on the server
+    #[arg(long, env = "TANDEM_OBSERVE", value_name = "IP:PORT")]
+    pub observe: Option<SocketAddr>,
 }
 
 fn shared_store(text: &str) -> Result<String, String> {
@@ -135,6 +140,7 @@ impl ExternalArgs {
             kv_lease: Duration::from_secs(self.engine_kv_lease),
             shared_store: self.shared_store(),
             silence_max: limits.silence_max,
+            observed_at: self.observe,
         }
     }
 

@@ -3,7 +3,8 @@
 #![expect(missing_docs, reason = "the groups of settings document themselves")]
 
 use super::{
-    ClusterTlsArgs, CommonArgs, DiscoveryArgs, FrontendArgs, HostArgs, ModelArgs, NatsArgs, RestartArgs, RouterArgs, WorkerArgs,
+    ClusterTlsArgs, CommonArgs, DiscoveryArgs, ExternalArgs, FrontendArgs, HostArgs, ModelArgs, NatsArgs, RestartArgs,
+    RouterArgs, WorkerArgs,
     common::{address, listen_address, with_commas},
     discovery::name,
 };
@@ -59,6 +60,45 @@ pub struct UpSettings {
     #[command(flatten)]
     #[serde(flatten)]
     pub frontend: FrontendArgs,
+
+    /// Set for `tandem epp`: an endpoint picker runs in place of the frontend, and the workers only observe their servers.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub picker: Option<PickerPorts>,
+}
+
+/// What an endpoint picker has besides a frontend's settings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PickerPorts {
+    /// The maximum number of further endpoints that it names to the gateway.
+    pub alternatives: u32,
+    /// The address of its admin port.
+    pub admin_listen: Option<SocketAddr>,
+}
+
+/// The settings of `tandem epp`.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct EppProcess {
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub frontend: FrontendProcess,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub external: ExternalArgs,
+
+    /// Without --model, use the tokenizer and chat template of the Hugging Face repository that a server of another machine names
+    #[arg(long, env = "TANDEM_TRUST_ENGINE_MODEL", help_heading = "External engine (--engine vllm, sglang, llama-cpp)")]
+    pub trust_engine_model: bool,
+
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub router: RouterArgs,
+
+    /// How many servers to name besides the chosen one, for a gateway that tries them in order when it cannot reach the first. The default names
+    /// none, because Envoy's ORIGINAL_DST clusters do not understand a list
+    #[arg(long, env = "TANDEM_FALLBACK_ENDPOINTS", help_heading = "Gateway", value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=8))]
+    pub fallback_endpoints: u32,
 }
 
 /// The settings of `tandem frontend`.
@@ -94,6 +134,11 @@ pub struct FrontendProcess {
     #[command(flatten)]
     #[serde(flatten)]
     pub frontend: FrontendArgs,
+
+    /// Set for an endpoint picker: see [`PickerPorts::alternatives`].
+    #[arg(skip)]
+    #[serde(skip)]
+    pub alternatives: Option<u32>,
 }
 
 /// The settings of `tandem router`.
@@ -180,6 +225,35 @@ impl UpSettings {
         let command = Self::augment_args(clap::Command::new("up")).mut_args(|arg| arg.env(None::<&str>));
         let matches = command.try_get_matches_from(["up"]).expect("every setting has a default");
         <Self as clap::FromArgMatches>::from_arg_matches(&matches).expect("the defaults are valid")
+    }
+}
+
+impl EppProcess {
+    /// The default size limit of a body: that of the reference implementation of endpoint pickers.
+    const BODY_BYTES_MAX: usize = 10 << 20;
+
+    /// Returns the settings of an endpoint picker whose router and workers are other processes.
+    pub fn alone(mut self) -> FrontendProcess {
+        self.frontend.frontend.limits.max_body_bytes.get_or_insert(Self::BODY_BYTES_MAX);
+        FrontendProcess { alternatives: Some(self.fallback_endpoints), ..self.frontend }
+    }
+
+    /// Returns the settings of an endpoint picker with a router, and a worker for each server in `--engine-url`, in its process.
+    pub fn with_workers(self) -> UpSettings {
+        let (external, router) = (self.external.clone(), self.router.clone());
+        let (trust_engine_model, fallback_endpoints) = (self.trust_engine_model, self.fallback_endpoints);
+        let FrontendProcess { common, model, admin_listen, frontend, .. } = self.alone();
+        let defaults = UpSettings::defaults();
+        UpSettings {
+            common,
+            model,
+            trust_engine_model,
+            worker: WorkerArgs { external, ..defaults.worker },
+            router,
+            frontend,
+            picker: Some(PickerPorts { alternatives: fallback_endpoints, admin_listen }),
+            ..defaults
+        }
     }
 }
 

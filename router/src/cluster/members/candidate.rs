@@ -70,7 +70,10 @@ impl Member {
         let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
         let filled =
             f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + bookings.tokens as f64 / f64::from(info.block_size);
-        let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences;
+        let reported = u64::from(load.running_sequences) + u64::from(load.waiting_requests);
+        // An observed engine's report does not say which requests it includes, so none of them is counted twice.
+        let is_observed = !info.engine_endpoint.is_empty();
+        let sequences = if is_observed { reported.max(bookings.sequences) } else { reported + bookings.sequences };
         Candidate {
             role: self.role,
             family: self.family.clone(),

@@ -47,6 +47,64 @@ fn prompt_with_images_is_computed_by_a_decode_worker_that_accepts_images() {
     scenario.assert_idle();
 }
 
+#[test]
+fn request_reaches_observed_engines_only_if_it_comes_through_a_gateway() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Auto), 0, 1);
+    let refused = |scenario: &mut Scenario, request: &PlacementRequest| {
+        let placed = scenario.state.place(request, &Excluded::default(), 1);
+        matches!(placed, Err(PlacementError::NoEligibleWorker(NoEligibleWorker::NoDecodeWorker)))
+    };
+    let wanted = |only_listed: bool, listed: &[&str]| {
+        let listed = listed.iter().map(|&endpoint| endpoint.to_owned()).collect();
+        Some(v1::WantedEndpoints { only_listed, listed, alternatives: 1 })
+    };
+    let any = PlacementRequest { endpoints: wanted(false, &[]), ..scenario.request(100, hashes(1, 0, 6)) };
+    assert!(refused(&mut scenario, &any), "no worker observes an engine");
+    for at in 0..3 {
+        let endpoint = format!("10.0.0.{at}:80");
+        scenario
+            .join(WorkerInfo { engine_endpoint: endpoint, ..info(worker_info::Role::Decode, &format!("o{at}")) })
+            .expect("the worker agrees with the other members");
+    }
+    scenario.stored("o1", &hashes(1, 0, 6));
+    scenario.stored("d0", &hashes(2, 0, 6));
+    for (prompt, endpoints, expected) in
+        [(1, None, "d0"), (1, wanted(false, &[]), "o1"), (1, wanted(true, &["10.0.0.2:80", "10.0.0.9:80"]), "o2")]
+    {
+        let request = PlacementRequest { endpoints, ..scenario.request(100, hashes(prompt, 0, 6)) };
+        let (booking, placement) = scenario.place(&request);
+        assert_eq!(name(&placement.decode), expected);
+        let addresses: Vec<&str> = placement.endpoints.iter().map(|endpoint| &*endpoint.address).collect();
+        match expected {
+            "d0" => assert_eq!(addresses, [] as [&str; 0]),
+            "o1" => assert!(addresses.len() == 2 && addresses[0] == "10.0.0.1:80" && addresses[1] != "10.0.0.1:80"),
+            _ => assert_eq!(addresses, ["10.0.0.2:80"], "the other engine of the list is unknown"),
+        }
+        scenario.state.release(booking);
+    }
+    for listed in [&[][..], &["10.0.0.9:80"]] {
+        let request = PlacementRequest { endpoints: wanted(true, listed), ..scenario.request(100, hashes(1, 0, 6)) };
+        assert!(refused(&mut scenario, &request), "{listed:?}");
+    }
+    scenario.assert_idle();
+}
+
+#[test]
+fn sequences_of_an_observed_engine_are_counted_once() {
+    let mut scenario = Scenario::new(settings(PrefillPlace::Local));
+    let observed = WorkerInfo { engine_endpoint: "10.0.0.1:80".to_owned(), ..info(worker_info::Role::Decode, "o0") };
+    scenario.join(observed).expect("there is no other member");
+    let request = PlacementRequest { endpoints: Some(Default::default()), ..scenario.request(100, hashes(1, 0, 6)) };
+    let bookings: Vec<BookingId> = (0..3).map(|_| scenario.place(&request).0).collect();
+    for (running, expected) in [(0, 3), (2, 3), (5, 5)] {
+        scenario.reports("o0", vec![], Load { running_sequences: running, ..Default::default() }, &[]);
+        let sequences = scenario.state.candidates(&[]).first().map(|candidate| candidate.sequences);
+        assert_eq!(sequences, Some(expected), "{running} reported, 3 booked");
+    }
+    bookings.into_iter().for_each(|booking| scenario.state.release(booking));
+    scenario.assert_idle();
+}
+
 #[tokio::test(start_paused = true)]
 async fn time_that_a_decode_worker_spends_on_local_prefills_is_estimated() {
     for (place, expected) in [(PrefillPlace::Local, 0.5), (PrefillPlace::Remote, 0.0)] {

@@ -225,7 +225,7 @@ fn media_are_tiers_in_any_case() {
 #[test]
 fn offload_events_keep_blocks_known_in_their_tier() {
     let (key, namespace) = (HashKey::NONE, Namespace::new("m", "", "", ""));
-    let salt = Value::from(crate::salt::cache_salt(&key, &namespace));
+    let salt = Value::from(tandem_kv::cache_salt(&key, &namespace));
     let stored = |hash: u64, medium: &str, tokens: std::ops::Range<u64>, more: &[(&str, Value)]| {
         let parent = if hash > 1 { (hash - 1).into() } else { Value::Nil };
         let keys = if hash > 1 { Value::Nil } else { Value::Array(vec![salt.clone()]) };

@@ -8,7 +8,7 @@ fn images_are_part_of_the_hashes_of_the_blocks_in_which_they_begin() {
     // The image begins at the last token of the first engine block, which is in that block's last Tandem block, and ends in the third.
     let begins = ImageStart { at: ENGINE_BLOCK - 1, id };
     let blocks = |salted: &[ImageStart], second: ExtraKeys| {
-        let salt = Some(salt::cache_salt(&KEY, &namespace()));
+        let salt = Some(cache_salt(&KEY, &namespace()));
         let extra_keys = vec![ExtraKeys::Images { salt, images: salted.to_vec() }, second, ExtraKeys::None];
         EngineEvent::Stored(BlocksStored { extra_keys, ..first_blocks(&[1, 2, 3], prompt.clone()) })
     };

@@ -4,8 +4,8 @@
 //! the namespace's root hash, from which the sequence hashes are computed, then the namespace's SHA-256, so that two namespaces with the same root
 //! hash share no blocks either. The namespace itself may be too long: vLLM accepts at most 128 characters.
 
+use crate::{HashKey, Namespace, SequenceHash};
 use ring::digest::{SHA256, digest};
-use tandem_kv::{HashKey, Namespace, SequenceHash};
 
 /// The number of hexadecimal digits of a root hash.
 const ROOT_DIGITS: usize = 16;
@@ -20,7 +20,7 @@ pub fn cache_salt(key: &HashKey, namespace: &Namespace) -> String {
 }
 
 /// Returns the root hash in a salt; `None` if the text does not have the form of a Tandem salt.
-pub(crate) fn root_hash(salt: &str) -> Option<SequenceHash> {
+pub fn root_hash(salt: &str) -> Option<SequenceHash> {
     let is_salt = salt.len() == DIGITS && salt.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
     let root = salt.get(..ROOT_DIGITS).filter(|_| is_salt)?;
     u64::from_str_radix(root, 16).ok().map(SequenceHash)

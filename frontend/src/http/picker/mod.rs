@@ -1,0 +1,87 @@
+//! An endpoint picker: serves Envoy's protocol for external processors, with which a gateway asks for each HTTP request which server is to
+//! answer it (docs/gateway.md). The protocol is that of the Gateway API Inference Extension, proposal 004.
+//!
+//! One stream stands for one HTTP request (`exchange`). The request is placed like a frontend's, but on a worker that only observes its engine
+//! (`choice`). The open stream is the booking. Prompts and answers pass through this process, and are never logged.
+
+mod choice;
+mod exchange;
+mod usage;
+mod wire;
+
+use super::app::App;
+use exchange::GatewayStream;
+use futures::{StreamExt, stream, stream::BoxStream};
+use std::sync::Arc;
+use tandem_process::Shutdown;
+use tandem_proto::{
+    channel::{self, Listener, Network},
+    ext_proc::{
+        ProcessingRequest, ProcessingResponse,
+        external_processor_server::{ExternalProcessor, ExternalProcessorServer, SERVICE_NAME},
+    },
+    health::{
+        HealthCheckRequest, HealthCheckResponse,
+        health_check_response::ServingStatus,
+        health_server::{Health, HealthServer},
+    },
+};
+use tokio::sync::{Semaphore, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming, service::Routes, transport};
+
+/// The maximum number of answers of one stream that wait to be sent, each of at most 62 KiB.
+const ANSWERS_MAX: usize = 4;
+
+/// The maximum number of open streams: eight for each sequence of the default of --max-concurrent-requests, as for a frontend's connections.
+/// A placed request needs one of these sequences, so the others wait for bodies or placements.
+const STREAMS_MAX: usize = 8_192;
+
+/// The service of an endpoint picker. Cheap to clone.
+#[derive(Clone)]
+struct Picker {
+    app: Arc<App>,
+    streams: Arc<Semaphore>,
+}
+
+/// Serves gateways until the process drains and all of their requests have ended. Gateways have no cluster key, so every caller is served.
+///
+/// # Errors
+/// The socket cannot be served.
+pub(crate) async fn serve(listener: Listener, app: Arc<App>, shutdown: Shutdown) -> Result<(), transport::Error> {
+    let picker = Picker { app, streams: Arc::new(Semaphore::new(STREAMS_MAX)) };
+    let routes = Routes::new(ExternalProcessorServer::new(picker.clone())).add_service(HealthServer::new(picker));
+    let open = Listener::new(listener.into_arrivals(), Network::default());
+    open.serve(channel::server(), routes, Arc::new(|| {}), async move { shutdown.draining().await }).await
+}
+
+#[tonic::async_trait]
+impl ExternalProcessor for Picker {
+    type ProcessStream = BoxStream<'static, Result<ProcessingResponse, Status>>;
+
+    async fn process(&self, request: Request<Streaming<ProcessingRequest>>) -> Result<Response<Self::ProcessStream>, Status> {
+        let peer = request.remote_addr().map(|address| address.ip());
+        let permit = Arc::clone(&self.streams).try_acquire_owned();
+        let _permit = permit.map_err(|_| Status::resource_exhausted("too many requests are open; try again shortly"))?;
+        let (answers, received) = mpsc::channel(ANSWERS_MAX);
+        let exchange = GatewayStream { app: Arc::clone(&self.app), peer, messages: request.into_inner(), answers, _permit };
+        // The exchange runs as a part of the stream, so it ends at once, with its booking, when the gateway resets the stream.
+        let failure = stream::once(exchange.run()).filter_map(async |ended| ended.err().map(Err));
+        Ok(Response::new(stream::select(ReceiverStream::new(received).map(Ok), failure).boxed()))
+    }
+}
+
+#[tonic::async_trait]
+impl Health for Picker {
+    async fn check(&self, request: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
+        let status = match &*request.into_inner().service {
+            "" | "liveness" => ServingStatus::Serving,
+            "readiness" | SERVICE_NAME => match self.app.readiness().await.of_any() {
+                Ok(()) => ServingStatus::Serving,
+                Err(_) => ServingStatus::NotServing,
+            },
+            _ => return Err(Status::not_found("the health of liveness, readiness and of the external processor is known here")),
+        };
+        Ok(Response::new(HealthCheckResponse { status: status.into() }))
+    }
+}
