@@ -22,6 +22,7 @@ mod groups;
 use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys};
 use assumed::Assumed;
 use blocks::MirrorBlocks;
+use foldhash::fast::RandomState;
 use groups::{LayerGroups, Need};
 use std::collections::{BTreeSet, HashMap};
 use tandem_kv::{
@@ -82,7 +83,9 @@ pub struct Unroutable {
 /// A copy of one engine's prefix cache, in blocks of the cluster.
 pub struct Mirror {
     settings: MirrorSettings,
-    engine_blocks: HashMap<EngineHash, EngineBlock>,
+    /// The engine chooses these hashes. The seed of the table's hash function is random, and an engine that found collisions nevertheless
+    /// would slow only its own worker.
+    engine_blocks: HashMap<EngineHash, EngineBlock, RandomState>,
     blocks: MirrorBlocks,
     assumed: Assumed,
     /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first report.
@@ -96,8 +99,14 @@ struct EngineBlock {
     /// The Tandem block before this block; `None` at the start of a prompt.
     parent: Option<SequenceHash>,
     /// The sequence hashes of the Tandem blocks in this engine block, in the order of their tokens.
-    hashes: Box<[SequenceHash]>,
+    hashes: BlockHashes,
     copies: ByTier<u32>,
+}
+
+/// The hashes of the Tandem blocks in an engine block. Most engines' blocks have one.
+enum BlockHashes {
+    One(SequenceHash),
+    Several(Box<[SequenceHash]>),
 }
 
 /// What the mirror does with the blocks of a group of layers.
@@ -135,7 +144,7 @@ impl Mirror {
         }
         Ok(Self {
             settings,
-            engine_blocks: HashMap::new(),
+            engine_blocks: HashMap::default(),
             blocks: MirrorBlocks::default(),
             assumed: Assumed::new(device_blocks as usize),
             group: None,
@@ -308,8 +317,12 @@ impl Mirror {
         if self.engine_blocks.len() >= engine_blocks_max {
             return Err(&mut unroutable.excess);
         }
-        let hashes = child_hashes(&hash_key, first, block_size as usize, &stored.tokens[index * size..][..size], images);
-        Ok(EngineBlock { parent, hashes: hashes.into(), copies: [0; 4] })
+        let tokens = &stored.tokens[index * size..][..size];
+        let hashes = match images {
+            [] if engine_block_size == block_size => BlockHashes::One(first.child(&hash_key, tokens)),
+            images => BlockHashes::Several(child_hashes(&hash_key, first, block_size as usize, tokens, images).into()),
+        };
+        Ok(EngineBlock { parent, hashes, copies: [0; 4] })
     }
 
     /// Records blocks of a followed group. Their hashes are those of the mirrored group's blocks, which the engine may report later.
@@ -409,8 +422,15 @@ impl Mirror {
 }
 
 impl EngineBlock {
+    fn hashes(&self) -> &[SequenceHash] {
+        match &self.hashes {
+            BlockHashes::One(hash) => std::slice::from_ref(hash),
+            BlockHashes::Several(hashes) => hashes,
+        }
+    }
+
     fn last(&self) -> Before {
-        self.hashes.last().map_or(Before::Unidentified, |last| Before::Block(*last))
+        self.hashes().last().map_or(Before::Unidentified, |last| Before::Block(*last))
     }
 
     /// Counts one more block with this content in the tier.
@@ -418,7 +438,7 @@ impl EngineBlock {
         self.copies[tier.index()] += 1;
         if self.copies[tier.index()] == 1 {
             let mut parent = self.parent;
-            for hash in &self.hashes {
+            for hash in self.hashes() {
                 blocks.hold(parent, *hash, tier);
                 parent = Some(*hash);
             }
@@ -431,7 +451,7 @@ impl EngineBlock {
         let was_last = *count == 1;
         *count = count.saturating_sub(1);
         if was_last {
-            for hash in self.hashes.iter().rev() {
+            for hash in self.hashes().iter().rev() {
                 blocks.release(*hash, tier);
             }
         }

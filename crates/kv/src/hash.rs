@@ -155,7 +155,7 @@ impl SequenceHash {
     }
 
     /// Returns the hash of a block of `tokens` that follows the block with this hash.
-    pub(crate) fn child(self, key: &HashKey, tokens: &[TokenId]) -> Self {
+    pub fn child(self, key: &HashKey, tokens: &[TokenId]) -> Self {
         let mut hasher = key.hasher();
         hasher.write(&self.0.to_le_bytes());
         for tokens in tokens.chunks(HASHED_TOKENS) {

@@ -1,6 +1,7 @@
 //! A mirror's Tandem blocks: the tiers that hold each block, and the chains in which the block is reported.
 
-use std::collections::{BTreeSet, HashMap, hash_map::Entry};
+use foldhash::fast::RandomState;
+use std::collections::HashMap;
 use tandem_kv::{ByTier, EventLog, KvEvent, SequenceHash, Snapshot, StoredChain, Tier};
 
 /// The blocks of a mirror.
@@ -9,9 +10,11 @@ use tandem_kv::{ByTier, EventLog, KvEvent, SequenceHash, Snapshot, StoredChain, 
 /// holds some block, the tiers' chains ([`Tier::note`]) are reported as well. So engines with one tier need no further blocks.
 #[derive(Default)]
 pub(super) struct MirrorBlocks {
-    held: HashMap<SequenceHash, MirrorBlock>,
-    /// For each held block, the pair of its parent and itself. The parent need not be held.
-    children: BTreeSet<(Option<SequenceHash>, SequenceHash)>,
+    /// The held blocks, and the parents of held blocks, which need not be held themselves. Sequence hashes are hashes already, made with the
+    /// cluster's key, which an engine does not have. So a fast hash function suffices; its seed is random in each table.
+    blocks: HashMap<SequenceHash, MirrorBlock, RandomState>,
+    /// The first held block without a parent.
+    first_root: Option<SequenceHash>,
     /// The tiers whose chains are reported. They remain reported when the slower tiers are empty.
     chains: ByTier<bool>,
     /// The number of blocks in each tier.
@@ -21,8 +24,14 @@ pub(super) struct MirrorBlocks {
     log: EventLog,
 }
 
+/// The held children of a block form a list, so that a block is added and removed in constant time.
+#[derive(Default)]
 struct MirrorBlock {
     parent: Option<SequenceHash>,
+    first_child: Option<SequenceHash>,
+    /// The blocks before and after this one in the list of their parent's children.
+    previous: Option<SequenceHash>,
+    next: Option<SequenceHash>,
     /// How many of the engine's blocks hold this block in each tier. A note has one on the device until it is withdrawn.
     copies: ByTier<u32>,
     /// Whether this is a note: it has no tokens, says something about other blocks, and is in no tier.
@@ -58,19 +67,19 @@ impl MirrorBlocks {
     /// Records that one more of the engine's blocks holds this block in the tier. `parent` is ignored if the block is already held.
     pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
         self.begin_chains(tier);
-        if let Entry::Vacant(entry) = self.held.entry(hash) {
-            entry.insert(MirrorBlock { parent, copies: [0; 4], is_note: false, reported: 0 });
-            self.children.insert((parent, hash));
-        }
-        let block = self.held.get_mut(&hash).expect("it was inserted");
+        let block = self.blocks.entry(hash).or_default();
+        let is_new = !block.is_held();
         block.copies[tier.index()] += 1;
         self.in_tier[tier.index()] += usize::from(block.copies[tier.index()] == 1);
+        if is_new {
+            self.link(parent, hash);
+        }
         self.refresh(hash);
     }
 
     /// Records that one of the engine's blocks no longer holds this block in the tier. At least one must have held it.
     pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
-        let block = self.held.get_mut(&hash).expect("a released block was held");
+        let block = self.blocks.get_mut(&hash).expect("a released block was held");
         block.copies[tier.index()] -= 1;
         self.in_tier[tier.index()] -= usize::from(block.copies[tier.index()] == 0);
         self.refresh(hash);
@@ -79,16 +88,17 @@ impl MirrorBlocks {
 
     /// Reports a note: a block without tokens that says something about other blocks.
     pub fn note(&mut self, hash: SequenceHash) {
-        if let Entry::Vacant(entry) = self.held.entry(hash) {
-            entry.insert(MirrorBlock { parent: None, copies: [1, 0, 0, 0], is_note: true, reported: 0 });
-            self.children.insert((None, hash));
+        let block = self.blocks.entry(hash).or_default();
+        if !block.is_held() {
+            (block.copies, block.is_note) = ([1, 0, 0, 0], true);
+            self.link(None, hash);
             self.refresh(hash);
         }
     }
 
     /// Withdraws a note.
     pub fn withdraw(&mut self, hash: SequenceHash) {
-        if let Some(block) = self.held.get_mut(&hash) {
+        if let Some(block) = self.blocks.get_mut(&hash).filter(|block| block.is_held()) {
             block.copies = [0; 4];
             self.refresh(hash);
             self.drop_unheld(hash);
@@ -96,7 +106,7 @@ impl MirrorBlocks {
     }
 
     pub fn clear(&mut self) {
-        let was_reported = self.held.values().any(|block| block.reported > 0);
+        let was_reported = self.blocks.values().any(|block| block.reported > 0);
         *self = Self { log: std::mem::take(&mut self.log), ..Self::default() };
         if was_reported {
             self.log.cleared();
@@ -150,7 +160,7 @@ impl MirrorBlocks {
         let mut from = 0;
         Tier::ALL.map(|tier| {
             let is_in = |hash: &&SequenceHash| {
-                self.held.get(hash).is_some_and(|block| block.copies[..=tier.index()].iter().any(|copies| *copies > 0))
+                self.blocks.get(hash).is_some_and(|block| block.copies[..=tier.index()].iter().any(|copies| *copies > 0))
             };
             let blocks = hashes[from..].iter().take_while(is_in).count();
             from += blocks;
@@ -178,9 +188,9 @@ impl MirrorBlocks {
     /// Reports the block and those after it in the chains in which they are now, and no longer in others.
     fn refresh(&mut self, hash: SequenceHash) {
         for chain in self.chains() {
-            let Some(block) = self.held.get(&hash) else { return };
+            let Some(block) = self.blocks.get(&hash) else { return };
             let parent = block.parent;
-            let follows = || parent.is_none_or(|parent| self.held.get(&parent).is_some_and(|block| block.is_reported(chain)));
+            let follows = || parent.is_none_or(|parent| self.blocks.get(&parent).is_some_and(|block| block.is_reported(chain)));
             match (block.is_reported(chain), block.is_in(chain)) {
                 (false, true) if follows() => self.report(hash, chain),
                 (true, false) => self.retract(hash, chain),
@@ -189,20 +199,63 @@ impl MirrorBlocks {
         }
     }
 
+    /// Removes the block if it is not held any more. While it has children, its place is kept.
     fn drop_unheld(&mut self, hash: SequenceHash) {
-        if let Entry::Occupied(entry) = self.held.entry(hash)
-            && !entry.get().is_in(Chain::All)
-        {
-            self.children.remove(&(entry.remove().parent, hash));
+        let block = self.block(hash);
+        if block.is_held() {
+            return;
+        }
+        let MirrorBlock { parent, first_child, previous, next, .. } = std::mem::take(block);
+        match first_child {
+            Some(_) => block.first_child = first_child,
+            None => _ = self.blocks.remove(&hash),
+        }
+        match previous {
+            Some(previous) => self.block(previous).next = next,
+            None => *self.first_child(parent) = next,
+        }
+        if let Some(next) = next {
+            self.block(next).previous = previous;
+        }
+        let is_empty = |parent: &SequenceHash| {
+            self.blocks.get(parent).is_some_and(|parent| !parent.is_held() && parent.first_child.is_none())
+        };
+        if let Some(parent) = parent.filter(is_empty) {
+            self.blocks.remove(&parent);
         }
     }
 
+    /// Adds a block that is held now to the children of its parent.
+    fn link(&mut self, parent: Option<SequenceHash>, hash: SequenceHash) {
+        let next = self.first_child(parent).replace(hash);
+        if let Some(next) = next {
+            self.block(next).previous = Some(hash);
+        }
+        let block = self.block(hash);
+        (block.parent, block.next) = (parent, next);
+    }
+
+    fn first_child(&mut self, parent: Option<SequenceHash>) -> &mut Option<SequenceHash> {
+        match parent {
+            None => &mut self.first_root,
+            Some(parent) => &mut self.blocks.entry(parent).or_default().first_child,
+        }
+    }
+
+    fn block(&mut self, hash: SequenceHash) -> &mut MirrorBlock {
+        self.blocks.get_mut(&hash).expect("the lists have known blocks")
+    }
+
     fn children_of(&self, parent: Option<SequenceHash>) -> impl Iterator<Item = SequenceHash> {
-        self.children.range((parent, SequenceHash(u64::MIN))..=(parent, SequenceHash(u64::MAX))).map(|(_, hash)| *hash)
+        let first = match parent {
+            None => self.first_root,
+            Some(parent) => self.blocks.get(&parent).and_then(|parent| parent.first_child),
+        };
+        std::iter::successors(first, |hash| self.blocks.get(hash)?.next)
     }
 
     fn reported_children(&self, parent: Option<SequenceHash>, chain: Chain) -> impl Iterator<Item = SequenceHash> {
-        self.children_of(parent).filter(move |hash| self.held.get(hash).is_some_and(|block| block.is_reported(chain)))
+        self.children_of(parent).filter(move |hash| self.blocks.get(hash).is_some_and(|block| block.is_reported(chain)))
     }
 
     /// Returns the block and those blocks after it for which, and for all between, `is_one` is true.
@@ -210,31 +263,50 @@ impl MirrorBlocks {
         let (mut found, mut open) = (Vec::new(), vec![root]);
         while let Some(hash) = open.pop() {
             found.push(hash);
-            open.extend(self.children_of(Some(hash)).filter(|hash| self.held.get(hash).is_some_and(&is_one)));
+            open.extend(self.children_of(Some(hash)).filter(|hash| self.blocks.get(hash).is_some_and(&is_one)));
         }
         found
     }
 
     fn report(&mut self, root: SequenceHash, chain: Chain) {
+        // Most new blocks have no children yet.
+        if self.block(root).first_child.is_none() {
+            return self.report_one(root, chain);
+        }
         for hash in self.subtree(root, |block| block.is_in(chain)) {
-            let block = self.held.get_mut(&hash).expect("the tree has held blocks");
-            block.reported |= chain.bit();
-            self.reported += usize::from(matches!(chain, Chain::All) && !block.is_note);
-            self.log.stored(block.parent.map(|parent| chain.name(parent)), chain.name(hash));
+            self.report_one(hash, chain);
         }
     }
 
+    fn report_one(&mut self, hash: SequenceHash, chain: Chain) {
+        let block = self.blocks.get_mut(&hash).expect("the tree has held blocks");
+        block.reported |= chain.bit();
+        self.reported += usize::from(matches!(chain, Chain::All) && !block.is_note);
+        self.log.stored(block.parent.map(|parent| chain.name(parent)), chain.name(hash));
+    }
+
     fn retract(&mut self, root: SequenceHash, chain: Chain) {
-        for hash in self.subtree(root, |block| block.is_reported(chain)).into_iter().rev() {
-            let block = self.held.get_mut(&hash).expect("the tree has held blocks");
-            block.reported &= !chain.bit();
-            self.reported -= usize::from(matches!(chain, Chain::All) && !block.is_note);
-            self.log.removed(chain.name(hash));
+        if self.block(root).first_child.is_none() {
+            return self.retract_one(root, chain);
         }
+        for hash in self.subtree(root, |block| block.is_reported(chain)).into_iter().rev() {
+            self.retract_one(hash, chain);
+        }
+    }
+
+    fn retract_one(&mut self, hash: SequenceHash, chain: Chain) {
+        let block = self.blocks.get_mut(&hash).expect("the tree has held blocks");
+        block.reported &= !chain.bit();
+        self.reported -= usize::from(matches!(chain, Chain::All) && !block.is_note);
+        self.log.removed(chain.name(hash));
     }
 }
 
 impl MirrorBlock {
+    fn is_held(&self) -> bool {
+        self.copies != [0; 4]
+    }
+
     fn is_reported(&self, chain: Chain) -> bool {
         self.reported & chain.bit() > 0
     }

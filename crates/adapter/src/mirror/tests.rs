@@ -490,6 +490,7 @@ proptest! {
     }
 }
 
+mod cost;
 mod hybrid;
 mod images;
 mod tiers;
