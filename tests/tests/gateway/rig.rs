@@ -240,7 +240,7 @@ pub fn message(request: Request) -> ProcessingRequest {
 /// Returns the messages of a request's body, in chunks as a gateway reads them.
 pub fn chunks(body: &[u8]) -> Vec<ProcessingRequest> {
     let count = body.chunks(16 << 10).count().max(1);
-    let all = body.chunks(16 << 10).chain(body.is_empty().then_some(&body[..]));
+    let all = body.chunks(16 << 10).chain(body.is_empty().then_some(body));
     let chunk = |(at, chunk): (usize, &[u8])| HttpBody { body: chunk.to_vec().into(), end_of_stream: at + 1 == count };
     all.enumerate().map(|all| message(Request::RequestBody(chunk(all)))).collect()
 }
