@@ -58,7 +58,7 @@ pub fn run(args: ExplainArgs) -> Result<String> {
         PromptArgs { tokens: Some(tokens), .. } => tokens.into(),
         PromptArgs { prompt, .. } => prompt.into(),
     };
-    let server = args.server.open("tandem route explain", Some(&args.key_env))?;
+    let server = args.server.open("tandem route explain --prompt TEXT", Some(&args.key_env))?;
     let model = match args.model {
         Some(model) => model.into(),
         None => reply(&server, &args.key_env, server.get("/v1/models"))?["data"][0]["id"].clone(),

@@ -33,11 +33,11 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
     loop {
         // Each check looks for the server again, and so finds a cluster that starts meanwhile.
         let server = args.server.open("tandem ready", None)?;
-        let reason = match answer(&server) {
+        // The process may have opened its port since the first request, and so have answered only the question about its kind.
+        let reason = match answer(&server).or_else(|error| answer(&server).map_err(|_| error)) {
             Ok(HttpReply { status: 200, .. }) => return Ok(()),
             Ok(reply) => format!("not ready: {}", status(&reply.body)),
-            // The process has not opened its port yet, or has opened it since the request.
-            Err(error) if args.wait && (kind(&server.address).is_none() || answer(&server).is_ok()) => error.to_string(),
+            Err(error) if args.wait && kind(&server.address).is_none() => error.to_string(),
             Err(error) => return Err(error),
         };
         ensure!(args.wait, "{reason}");

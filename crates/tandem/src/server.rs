@@ -94,7 +94,12 @@ impl ServerArgs {
     /// # Errors
     /// No server is named and several clusters run.
     pub(crate) fn place(&self, command: &str) -> Result<ServerPlace> {
-        let named = |address: &ServerAddress| ServerPlace { address: address.clone(), ca: self.ca.clone(), is_default: false };
+        let named = |address: &ServerAddress| ServerPlace {
+            address: address.clone(),
+            ca: self.ca.clone(),
+            is_default: false,
+            draining: false,
+        };
         if let Some(address) = &self.server {
             return Ok(named(address));
         }
@@ -118,6 +123,8 @@ pub(crate) struct ServerPlace {
     pub(crate) ca: Option<PathBuf>,
     /// Whether the user has named no server and runs no cluster.
     is_default: bool,
+    /// Whether the user has named no server, and runs a cluster that drains.
+    draining: bool,
 }
 
 impl ServerPlace {
@@ -128,7 +135,7 @@ impl ServerPlace {
     pub(crate) fn of(cluster: &RunningCluster) -> Result<Self> {
         let url = &cluster.frontend;
         let address = url.parse().map_err(|_| anyhow!("`tandem up` has the URL {url}, which cannot be used"))?;
-        Ok(Self { address, ca: cluster.ca.clone(), is_default: false })
+        Ok(Self { address, ca: cluster.ca.clone(), is_default: false, draining: cluster.draining })
     }
 
     /// Returns the content of the file of `--ca`, if there is one.
@@ -172,21 +179,23 @@ pub(crate) struct HttpServer {
     ca: Vec<Certificate<'static>>,
     /// Whether the user has named no server and runs no cluster.
     is_default: bool,
+    /// Whether the user has named no server, and runs a cluster that drains.
+    draining: bool,
 }
 
 impl HttpServer {
     /// Creates a server without a key, whose certificate a public authority has signed.
     pub(crate) fn new(address: ServerAddress) -> Self {
-        Self { address, key: None, ca: Vec::new(), is_default: false }
+        Self { address, key: None, ca: Vec::new(), is_default: false, draining: false }
     }
 
     /// Returns the server at this place, without a key.
     ///
     /// # Errors
     /// The file of `--ca` cannot be read, or has no certificate.
-    pub(crate) fn at(ServerPlace { address, ca, is_default }: ServerPlace) -> Result<Self> {
+    pub(crate) fn at(ServerPlace { address, ca, is_default, draining }: ServerPlace) -> Result<Self> {
         let ca = ca.as_deref().map_or_else(|| Ok(Vec::new()), certificates)?;
-        Ok(Self { address, key: None, ca, is_default })
+        Ok(Self { address, key: None, ca, is_default, draining })
     }
 
     /// Sends a GET once, even if the server is still starting.
@@ -234,6 +243,10 @@ impl HttpServer {
         }
         match wrong_kind(&self.address, wanted) {
             Some(wrong) => wrong,
+            None if self.draining => Error::new(error).context(format!(
+                "the `tandem up` at {} shuts down: it finishes the requests that it has, and accepts no others",
+                self.address
+            )),
             None if self.is_default => Error::new(error).context(nothing_runs("server", &self.address)),
             None => Error::new(error).context(format!("no server answers at {}; {wanted}", self.address)),
         }
@@ -281,8 +294,18 @@ fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>> {
 
 /// Returns the error for a server of another kind than the command needs; `None` if nothing answers at the address.
 pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error> {
-    Some(anyhow!("{address} is {}; {wanted}", kind(address)?))
+    let kind = kind(address)?;
+    let (scheme, rest) = address.base_url.split_once("://").unwrap_or_default();
+    Some(match rest.split_once('/') {
+        Some((authority, path)) if kind == FRONTEND => {
+            anyhow!("/{path} is no path of the frontend at {authority}; write {scheme}://{authority}")
+        }
+        _ => anyhow!("{address} is {kind}; {wanted}"),
+    })
 }
+
+/// What answers at the port of a frontend.
+const FRONTEND: &str = "a frontend";
 
 /// What answers at the gRPC port of a process.
 pub(crate) const GRPC: &str = "the gRPC port of a router or a worker";
@@ -300,7 +323,7 @@ pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     let has = |family: &str| metrics.status == 200 && metrics.body.contains(family);
     // `tandem up` has the metrics of all roles, so the frontend's are looked for first.
     let families = [
-        ("tandem_frontend_", "a frontend"),
+        ("tandem_frontend_", FRONTEND),
         ("tandem_router_", "the admin port of a router"),
         ("tandem_worker_", "the admin port of a worker"),
     ];
@@ -308,7 +331,7 @@ pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     // A frontend with API keys answers /metrics to trusted peers only.
     let is_live =
         || http::get(&at, PROBE_TIMEOUT, "/live").is_ok_and(|live| live.status == 200 && live.body == r#"{"status":"ok"}"#);
-    Some(by_metrics.unwrap_or_else(|| if is_live() { "a frontend" } else { "an HTTP server of another program" }))
+    Some(by_metrics.unwrap_or_else(|| if is_live() { FRONTEND } else { "an HTTP server of another program" }))
 }
 
 /// Returns the protocol of a server that does not answer HTTP/1.1; `None` if no server accepts the connection.

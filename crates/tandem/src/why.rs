@@ -31,7 +31,7 @@ const WANTED: &str = "`tandem why` reads the dashboard of a frontend; write the 
 /// # Errors
 /// Fails if the server has no dashboard, if the request is not among its recent ones, or if the router does not know the causes.
 pub fn run(args: &WhyArgs) -> Result<String> {
-    let server = args.server.open("tandem why", Some(KEY_VARIABLE))?;
+    let server = args.server.open("tandem why REQUEST-ID", Some(KEY_VARIABLE))?;
     let id = &*args.request_id;
     let id = ID_PREFIXES.iter().find_map(|prefix| id.strip_prefix(prefix)).unwrap_or(id);
     let prompts = prompts(records(&server)?, id);

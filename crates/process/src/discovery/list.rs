@@ -6,7 +6,6 @@ use super::{ADDRESSES_MAX, DiscoveryError};
 use crate::watched_file::WatchedFile;
 use std::{
     collections::BTreeSet,
-    io,
     path::{Path, PathBuf},
 };
 use tandem_proto::channel::{self, InvalidAddress};
@@ -23,7 +22,8 @@ pub(super) struct WatchedAddresses {
 impl WatchedAddresses {
     pub(super) fn open(path: PathBuf) -> Result<(BTreeSet<String>, Self), DiscoveryError> {
         let (text, file) = WatchedFile::open(path.clone(), FILE_BYTES_MAX).map_err(|error| unreadable(&path, &error))?;
-        Ok((parsed(&text)?, Self { path, file }))
+        let listed = parsed(&text).map_err(|error| unreadable(&path, &error))?;
+        Ok((listed, Self { path, file }))
     }
 
     /// Resolves when the file lists addresses other than `now`, and returns them. This method is cancel-safe.
@@ -43,7 +43,7 @@ impl WatchedAddresses {
     }
 }
 
-fn unreadable(path: &Path, error: &io::Error) -> DiscoveryError {
+fn unreadable(path: &Path, error: &impl ToString) -> DiscoveryError {
     DiscoveryError::File { path: path.to_owned(), problem: error.to_string() }
 }
 

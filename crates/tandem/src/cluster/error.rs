@@ -88,6 +88,8 @@ pub enum StartError {
     Engine(#[source] Box<dyn Error + Send + Sync>),
     #[error("the {part} failed; restart the process; if it fails again, see the log (--log debug)")]
     Part { part: String, source: Box<dyn Error + Send + Sync> },
+    #[error("the {part} has no usable addresses of other processes; correct --workers, --workers-file, --router or --peers")]
+    Members { part: String, source: Box<dyn Error + Send + Sync> },
     /// A service of the cluster has ended without an error.
     #[error("the {0} ended unexpectedly; restart the process; if it happens again, see the log (--log debug)")]
     PartEnded(String),

@@ -67,6 +67,7 @@ pub struct Cluster {
     /// Whether an endpoint picker runs in place of the frontend.
     picks: bool,
     engine: EngineKind,
+    prefill: PrefillPlace,
     access: ApiAccess,
     /// Where the cluster key is.
     key: KeySource,
@@ -210,6 +211,7 @@ impl Cluster {
             file,
             workers,
             engine: settings.model.engine,
+            prefill: settings.router.prefill,
             router,
             front,
             back,
@@ -273,10 +275,16 @@ impl ServedProcess for Cluster {
             (None, KeySource::File(file)) => format!("  tandem top {} --cluster-key-file {}\n", self.router, file.display()),
             (None, KeySource::Secret(_)) => String::new(),
         };
-        let prefills = self.workers.iter().any(|worker| worker.role == Role::Prefill);
-        let disaggregated = prefills.then(|| {
-            format!("  # Three prompts at once: prefill workers compute two of them.\n{}", self.access.disaggregated(model))
-        });
+        let decodes = self.workers.iter().filter(|worker| worker.role == Role::Decode).count();
+        let prefilled = match self.prefill {
+            _ if self.workers.len() == decodes => None,
+            PrefillPlace::Local => None,
+            PrefillPlace::Remote => Some(": prefill workers compute them"),
+            // With several decode workers, prompts are spread over these, too.
+            PrefillPlace::Auto => Some(if decodes == 1 { ": prefill workers compute two of them" } else { "" }),
+        };
+        let disaggregated =
+            prefilled.map(|prefilled| format!("  # Three prompts at once{prefilled}.\n{}", self.access.disaggregated(model)));
         let (chat, curl) = (self.access.chat(), self.access.curl("/v1/chat/completions", "", &body));
         let disaggregated = disaggregated.unwrap_or_default();
         format!("{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n{chat}{top}{curl}{disaggregated}")

@@ -6,7 +6,7 @@ use futures::FutureExt;
 use std::{convert::Infallible, fs, future::Future, net::SocketAddr, os::fd::AsFd, path::Path, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
-use tandem_frontend::{ApiKeys, FrontendSettings, Passthrough, StartingAnswers, TlsFiles};
+use tandem_frontend::{ApiKeys, FrontendError, FrontendSettings, Passthrough, StartingAnswers, TlsFiles};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{
     Metrics, Shutdown,
@@ -22,7 +22,7 @@ use tandem_proto::{
     channel::{self, Arrivals, Channel, ClusterTls, Listener, Network, PeerRole},
     v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
 };
-use tandem_router::RouterSettings;
+use tandem_router::{RouterError, RouterSettings};
 use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
@@ -375,10 +375,17 @@ impl PartReport {
     }
 }
 
+/// Whether the part could not use the list of its members, which is a mistake in its settings.
+fn concerns_members(error: &(dyn std::error::Error + Send + Sync + 'static)) -> bool {
+    matches!(error.downcast_ref(), Some(RouterError::Workers(_)))
+        || matches!(error.downcast_ref(), Some(FrontendError::Routers(_)))
+}
+
 impl Drop for PartReport {
     fn drop(&mut self) {
         let part = std::mem::take(&mut self.part);
         let end = match self.error.take() {
+            Some(source) if concerns_members(&*source) => StartError::Members { part, source },
             Some(source) => StartError::Part { part, source },
             None => StartError::PartEnded(part),
         };

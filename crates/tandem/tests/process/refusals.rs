@@ -153,8 +153,14 @@ fn error_at_start_advises_the_operator() {
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
     let taken = taken.local_addr().expect("the listener is bound").to_string();
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+    let workers = folder.path().join("workers");
+    std::fs::write(&workers, "127.0.0.1:7100\n21301\n").expect("the folder is writable");
+    let workers = workers.to_str().expect("the path is UTF-8");
     for (args, expected) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
+        (&["router", "--workers-file", workers], "correct --workers, --workers-file"),
+        (&["router", "--workers-file", workers], "workers cannot be read (the address \"21301\" cannot be used"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
         (&["router", "--workers-file", "/nonexistent"], "the member list /nonexistent cannot be read"),
         (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "set --advertise"),

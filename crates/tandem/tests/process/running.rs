@@ -85,11 +85,14 @@ fn commands_without_a_server_find_the_only_cluster_of_their_user() {
 
     // With two clusters, the server has to be named; the key is found with it.
     let two = user.up(&[]);
-    for command in [&["top"][..], &["ready"], &["chat"], &["route", "explain", "--prompt", "x"]] {
+    for command in [&["top"][..], &["ready"], &["chat"], &["why", "x"], &["route", "explain", "--prompt", "x"]] {
         let (code, error) = user.run(command);
         assert!(code == Some(1) && error.contains(one.address()) && error.contains(two.address()), "{command:?}: {error}");
         assert!(error.contains("name one, such as: tandem ") && error.lines().count() == 1, "{error}");
     }
+    assert!(user.run(&["why", "x"]).1.contains("such as: tandem why REQUEST-ID http://"));
+    let (code, error) = user.run(&["ready", &format!("http://{}/foo", one.address())]);
+    assert!(code == Some(1) && error.contains("/foo is no path of the frontend"), "{error}");
     let router = one.introduction.lines().find_map(|line| line.trim().strip_prefix("router ")).expect("it is printed").trim();
     let localhost = one.address().replace("127.0.0.1", "localhost");
     for named in [one.address(), router, two.address(), &localhost] {
