@@ -147,7 +147,8 @@ pub async fn run_picker(
     check(&settings)?;
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
-    let trust = Trust { proxies: settings.trusted_proxies.clone(), local: listener.is_local()?, expose: settings.expose_details };
+    // The peer is a gateway, also on this machine, and its clients may be anywhere.
+    let trust = Trust { proxies: settings.trusted_proxies.clone(), local: false, expose: settings.expose_details };
     let (unread_max, hosts) = (settings.unread_max, std::mem::take(&mut settings.hosts));
     // A server that gets the request from the gateway identifies images otherwise than a renderer would here, so their hashes would never be found.
     settings.renderers.clear();

@@ -189,12 +189,13 @@ impl PrefixIndex {
             let (piece, later) = rest.split_at(rest.len().min(SLICE_BLOCKS));
             let mut writer = self.writer.lock();
             let Some(row) = row(&writer) else { return };
-            if piece[0].is_marker() {
+            let are_markers = parent.is_none_or(SequenceHash::is_marker) && piece.iter().all(|hash| hash.is_marker());
+            if are_markers {
                 self.has_markers.store(true, Relaxed);
             }
             let before = writer.blocks(row);
             let is_stored = self.store_piece(&mut writer, row, parent, piece, skipped);
-            if parent.is_none_or(SequenceHash::is_marker) && piece.iter().all(|hash| hash.is_marker()) {
+            if are_markers {
                 writer.count_markers(row, before);
             }
             if !is_stored {

@@ -97,8 +97,11 @@ impl Booking {
         }
     }
 
-    /// Books the request on another worker, because a gateway has sent it to this worker's engine.
+    /// Books the request on another worker, because a gateway has sent it to this worker's engine. Does nothing if it is booked there.
     pub(crate) fn moved_to(&mut self, instance_id: &str) {
+        if self.existing.decode_instance_id == instance_id {
+            return;
+        }
         instance_id.clone_into(&mut self.existing.decode_instance_id);
         (self.stream, self.rebooking) = (None, None);
     }

@@ -8,7 +8,7 @@ use crate::{
     dispatch::{Booking, DispatchError, Prompt, placement::Placement},
     error::ApiError,
     http::{
-        app::App,
+        app::{App, EXPLAIN, HeaderOptions},
         body::{self, BodyForm, HeldBytes},
         chat, completions,
         incoming::{Incoming, Job},
@@ -69,7 +69,12 @@ pub(super) fn incoming(app: &Arc<App>, parts: &Parts, endpoint: Endpoint) -> Res
     let span = app.tracer.request(&traceparent, endpoint.operation());
     let traceparent = span.traceparent().unwrap_or(traceparent);
     admitted.span = span;
-    let header_options = app.header_options(parts, None).inspect_err(|error| admitted.finish(wire::status(error)))?;
+    // The gateway sends the request to a server in any case, so a placement cannot be explained in place of the answer.
+    let explained = |options: HeaderOptions| match options.explain {
+        true => Err(ApiError::Untrusted { header: EXPLAIN }),
+        false => Ok(options),
+    };
+    let header_options = app.header_options(parts, None).and_then(explained).inspect_err(|error| admitted.finish(wire::status(error)))?;
     // Without an account, the client is not known: the peer is the gateway.
     let client = (!header_options.account.is_empty()).then(|| Client::Account(header_options.account.clone()));
     Ok(Incoming {
@@ -100,6 +105,7 @@ pub(super) async fn choose(
     if let Some(body) = body {
         (model, parts) = match incoming.parse::<NamespaceFields>(body.clone()).await {
             Ok(named) => (named.model.clone(), salted(incoming, named, body.clone()).await?),
+            Err(error @ ApiError::Request(RequestError::Busy)) => return Err(error),
             // The server might read the body nevertheless, and would then answer from the cache of all accounts.
             Err(error) if incoming.header_options.cache_owner.is_some() => return Err(error),
             Err(_) => (None, vec![body.clone()]),
@@ -139,7 +145,7 @@ async fn prompt_of(incoming: &mut Incoming, body: Bytes) -> Result<Option<(Promp
                 .map(|prompt| (Prompt { samples: prompt.samples.saturating_mul(count), equal: None, ..prompt }, count == 1)))
         }
         Err(ApiError::Request(error)) if !matches!(error, RequestError::Busy) => Ok(None),
-        Err(ApiError::ModelNotFound { .. } | ApiError::TooManySequences { .. }) => Ok(None),
+        Err(ApiError::ModelNotFound { .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -102,7 +102,12 @@ impl GatewayStream {
             Ok(incoming) => incoming,
             Err(error) => return self.send(wire::refusal(error)).await,
         };
-        let holds = has_prompt && !head.ends && head.modes.request == BodySendMode::FullDuplexStreamed;
+        let is_streamed = head.modes.request == BodySendMode::FullDuplexStreamed;
+        let holds = has_prompt && !head.ends && is_streamed;
+        if !holds && !head.ends && endpoint != Endpoint::Forwarded && incoming.header_options.cache_owner.is_some() {
+            // The server might read a body of this type nevertheless, and would then answer from the cache of all accounts.
+            return self.send(choice::refuse(&mut incoming, ApiError::ContentType)).await;
+        }
         let read = if holds { self.body(&incoming).await? } else { Ok((None, HeldBytes::new(), BodyEnd::Chunk)) };
         let (body, held, end) = match read {
             Ok((_, _, BodyEnd::Left)) => return Ok(()),

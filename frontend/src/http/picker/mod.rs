@@ -10,6 +10,7 @@ mod usage;
 mod wire;
 
 use super::app::App;
+use crate::error::ApiError;
 use exchange::GatewayStream;
 use futures::{StreamExt, stream, stream::BoxStream};
 use std::sync::Arc;
@@ -61,8 +62,9 @@ impl ExternalProcessor for Picker {
 
     async fn process(&self, request: Request<Streaming<ProcessingRequest>>) -> Result<Response<Self::ProcessStream>, Status> {
         let peer = request.remote_addr().map(|address| address.ip());
-        let permit = Arc::clone(&self.streams).try_acquire_owned();
-        let _permit = permit.map_err(|_| Status::resource_exhausted("too many requests are open; try again shortly"))?;
+        let Ok(_permit) = Arc::clone(&self.streams).try_acquire_owned() else {
+            return Ok(Response::new(stream::iter([Ok(wire::refusal(ApiError::Overloaded))]).boxed()));
+        };
         let (answers, received) = mpsc::channel(ANSWERS_MAX);
         let exchange = GatewayStream { app: Arc::clone(&self.app), peer, messages: request.into_inner(), answers, _permit };
         // The exchange runs as a part of the stream, so it ends at once, with its booking, when the gateway resets the stream.
