@@ -176,7 +176,7 @@ impl Store {
     fn named(&self, name: &Path) -> Result<StoredModel, ModelStoreError> {
         let mut models = self.list()?;
         models.retain(|model| Path::new(&model.id) == name);
-        only_named(models)?.ok_or_else(|| ModelStoreError::NotFound(name.to_owned()))
+        only_named(&self.dir, models)?.ok_or_else(|| ModelStoreError::NotFound(name.to_owned()))
     }
 
     /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
@@ -250,16 +250,19 @@ pub fn list(dir: &Path) -> Result<Vec<StoredModel>, ModelStoreError> {
     complete_under(dir, ModelContents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
 }
 
-/// Returns the only one of these models, which have the same name; `None` if there is none.
-pub(super) fn only_named(mut models: Vec<StoredModel>) -> Result<Option<StoredModel>, ModelStoreError> {
-    match models.pop() {
-        None => Ok(None),
-        Some(model) if models.is_empty() => Ok(Some(model)),
-        Some(last) => {
+/// Returns the last of these models in the store at `dir`, which have the same name; `None` if there is none.
+///
+/// # Errors
+/// The models have different contents, or their files cannot be read.
+pub(super) fn only_named(dir: &Path, mut models: Vec<StoredModel>) -> Result<Option<StoredModel>, ModelStoreError> {
+    let Some(last) = models.pop() else { return Ok(None) };
+    for model in &models {
+        if model.bytes != last.bytes || revision_in(dir, model)? != revision_in(dir, &last)? {
             let paths = models.iter().chain([&last]).map(|model| model.path.display().to_string()).collect();
-            Err(ModelStoreError::SeveralStored { name: last.id, paths })
+            return Err(ModelStoreError::SeveralStored { name: last.id, paths });
         }
     }
+    Ok(Some(last))
 }
 
 /// Returns the revision of a model, as [`Store::revision`] does, with the hashes in the store at `dir`.
