@@ -183,6 +183,11 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["frontend", "--policy", "random"],
             "--policy does not apply to `tandem frontend`, but to `tandem up`, `tandem router`",
         ),
+        (
+            &["model", "rm", "x", "--json"],
+            "--json does not apply to `tandem model rm`, but to `tandem model list`, `tandem model show`\n",
+        ),
+        (&["why", "--csv"], "--csv does not apply to `tandem why`, but to `tandem audit report`\n"),
         (&["router", "--nonsense"], "unexpected argument '--nonsense'"),
         (&["prefill-worker", "--advertise", "h"], "write host:port"),
         (&["up", "--etcd", "h:1"], "--etcd"),
