@@ -53,6 +53,17 @@ const OTHER_COMMANDS: [(&str, &str); 12] = [
     ("version", "did you mean `tandem --version`?"),
 ];
 
+/// Flags of other programs, the flag or the argument of a command for which each is advice, and what to write instead.
+const OTHER_FLAGS: [(&str, &str, &str); 7] = [
+    ("--api-key", "api-keys-file", "did you mean `--api-keys-file FILE`? `tandem key add` makes the file"),
+    ("--api-key", "key-env", "set TANDEM_API_KEY, or name another variable with --key-env"),
+    ("--host", "listen", "did you mean `--listen IP:PORT`?"),
+    ("--max-model-len", "kv-capacity-tokens", "the context is the model's, or --kv-capacity-tokens if that is less"),
+    ("--port", "listen", "did you mean `--listen PORT`?"),
+    ("--server", "SERVER", "write the server without a flag"),
+    ("--tensor-parallel-size", "tp", "did you mean `--tp N`?"),
+];
+
 /// Groups of words for one thing. At most one of each is a subcommand of a group of commands, such as `tandem key`.
 const SYNONYMS: [&[&str]; 5] = [
     &["add", "create", "generate", "new"],
@@ -128,9 +139,20 @@ pub(super) fn advice(root: &clap::Command, args: &[OsString], given: &str) -> Op
     Some(format!("there is no command `{}`: {advice}", path.join(" ")))
 }
 
-/// Returns which commands have the flag that the called one does not have: those of its group, or else all.
+/// Returns the advice for a flag or argument that the called command does not have: what to write instead, or which commands of its group have
+/// the flag, or else which of all commands.
 pub(super) fn advice_on_flag(root: &clap::Command, args: &[OsString], flag: &str) -> Option<String> {
-    let (_, path) = called(root, args);
+    let (command, path) = called(root, args);
+    let has = |own: &str| {
+        let is_named = |arg: &clap::Arg| arg.get_value_names().is_some_and(|names| names[0] == own);
+        command.get_arguments().any(|arg| arg.get_long() == Some(own) || is_named(arg))
+    };
+    if let Some((.., advice)) = OTHER_FLAGS.iter().find(|(other, own, _)| *other == flag && has(own)) {
+        return Some(format!("there is no flag `{flag}`: {advice}"));
+    }
+    if serves(command) && has("model") && !flag.starts_with('-') {
+        return Some(format!("did you mean `--model {flag}`?"));
+    }
     let name = flag.strip_prefix("--").filter(|_| !path.is_empty())?;
     let takes = |command: &&clap::Command| command.get_arguments().any(|arg| arg.get_long() == Some(name));
     let mut takers = Vec::new();
@@ -195,6 +217,23 @@ mod tests {
         let command = Cli::command();
         for (id, _) in FIRST_FLAGS {
             assert!(command.get_subcommands().any(|role| role.get_arguments().any(|arg| arg.get_id() == id)), "{id}");
+        }
+    }
+
+    #[test]
+    fn flags_of_other_programs_are_answered_with_advice() {
+        for (given, expected) in [
+            ("up --port 8001", "there is no flag `--port`: did you mean `--listen PORT`?"),
+            ("up --host=0.0.0.0", "`--listen IP:PORT`?"),
+            ("decode-worker --tensor-parallel-size 2", "`--tp N`?"),
+            ("up --max-model-len 4096", "--kv-capacity-tokens"),
+            ("up --api-key x", "`--api-keys-file FILE`?"),
+            ("up SmolLM2", "did you mean `--model SmolLM2`?"),
+            ("chat --api-key x", "TANDEM_API_KEY"),
+            ("top --server x", "write the server without a flag"),
+        ] {
+            let error = help(&given.split(' ').collect::<Vec<_>>());
+            assert!(error.contains(expected) && error.lines().count() == 1, "{error}");
         }
     }
 
