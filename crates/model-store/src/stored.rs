@@ -12,13 +12,13 @@ use std::{
 /// Returns the store's folder, and the stored model with this name or path.
 ///
 /// # Errors
-/// No stored model or several have the name, or the folder cannot be read.
+/// No stored model or several different ones have the name, or the folder cannot be read.
 pub fn named_in(folder: &StoreFolder, name: &Path) -> Result<(PathBuf, StoredModel), ModelStoreError> {
     let dir = folder.path()?;
     let mut models = list(&dir)?;
     let named = name.canonicalize().ok();
     models.retain(|model| Path::new(&model.id) == name || named.is_some() && model.path.canonicalize().ok() == named);
-    match only_named(models)? {
+    match only_named(&dir, models)? {
         Some(model) => Ok((dir, model)),
         None => Err(ModelStoreError::NotStored { name: name.to_owned(), store: dir }),
     }

@@ -117,8 +117,19 @@ mod tests {
     }
 
     #[test]
+    fn copies_of_one_model_are_found_by_its_name() {
+        let store = store(&["pypi/a/A.gguf", "pypi/a==1#0f/A.gguf"]);
+        let shown = run(ModelCommand::Show { name: "A".into(), folder: of(&store), json: true }).expect("both are the same");
+        assert!(shown.contains("pypi/a==1#0f/A.gguf"), "{shown}");
+        fs::write(store.path().join("pypi/a/A.gguf"), b"GGUF1").expect("the folder is writable");
+        fs::write(store.path().join("pypi/a==1#0f/A.gguf"), b"GGUF2").expect("the folder is writable");
+        run(ModelCommand::Show { name: "A".into(), folder: of(&store), json: true }).expect_err("the contents differ");
+    }
+
+    #[test]
     fn removed_model_leaves_no_folder_and_other_models_stay() {
         let store = store(&["pypi/a/A.gguf", "hf/org/b/c1/B.gguf", "hf/org/b/c2/B.gguf"]);
+        fs::write(store.path().join("hf/org/b/c2/B.gguf"), b"GGUF2").expect("the folder is writable");
         let error = rm(&store, "B").expect_err("two models have this name");
         assert!(error.contains("c1/B.gguf") && error.contains("c2/B.gguf"), "{error}");
         let path = store.path().join("hf/org/b/c1/B.gguf");

@@ -1,7 +1,8 @@
-//! What `-h` shows: the commands in groups and, for a role, the flags that a new user needs. `--help` shows all flags.
+//! What `-h` shows: the commands in groups and, for a role, the flags that a new user needs. `--help` shows all flags. And the advice on
+//! commands and flags that do not exist.
 
 use super::Cli;
-use clap::{CommandFactory, error::ContextValue};
+use clap::CommandFactory;
 use std::{ffi::OsString, fmt::Write as _};
 
 /// The groups of commands, in the order of the help.
@@ -52,6 +53,26 @@ const OTHER_COMMANDS: [(&str, &str); 12] = [
     ("version", "did you mean `tandem --version`?"),
 ];
 
+/// Flags of other programs, the flag or the argument of a command for which each is advice, and what to write instead.
+const OTHER_FLAGS: [(&str, &str, &str); 7] = [
+    ("--api-key", "api-keys-file", "did you mean `--api-keys-file FILE`? `tandem key add` makes the file"),
+    ("--api-key", "key-env", "set TANDEM_API_KEY, or name another variable with --key-env"),
+    ("--host", "listen", "did you mean `--listen IP:PORT`?"),
+    ("--max-model-len", "kv-capacity-tokens", "the context is the model's, or --kv-capacity-tokens if that is less"),
+    ("--port", "listen", "did you mean `--listen PORT`?"),
+    ("--server", "SERVER", "write the server without a flag"),
+    ("--tensor-parallel-size", "tp", "did you mean `--tp N`?"),
+];
+
+/// Groups of words for one thing. At most one of each is a subcommand of a group of commands, such as `tandem key`.
+const SYNONYMS: [&[&str]; 5] = [
+    &["add", "create", "generate", "new"],
+    &["fetch", "download", "get", "pull"],
+    &["list", "ls"],
+    &["replay", "run", "serve"],
+    &["rm", "delete", "remove", "revoke"],
+];
+
 /// Returns the program's command, with the short help of roles if `args` ask for it.
 pub(super) fn command_for(args: &[OsString]) -> clap::Command {
     let command = Cli::command();
@@ -94,11 +115,58 @@ fn shortened(role: clap::Command) -> clap::Command {
     role.after_help(format!("all flags: tandem {name} --help"))
 }
 
-/// Returns the advice for a command that other programs have.
-pub(super) fn advice(command: &ContextValue) -> Option<String> {
-    let ContextValue::String(given) = command else { return None };
-    let (_, advice) = OTHER_COMMANDS.iter().find(|(name, _)| name == given)?;
-    Some(format!("there is no command `{given}`: {advice}\n"))
+/// Returns the command that `args` call, without the program's name, and the names of its group and itself.
+fn called<'a>(root: &'a clap::Command, args: &[OsString]) -> (&'a clap::Command, Vec<&'a str>) {
+    let (mut command, mut path) = (root, Vec::new());
+    while let Some(below) = args.get(path.len() + 1).and_then(|name| command.find_subcommand(name)) {
+        command = below;
+        path.push(below.get_name());
+    }
+    (command, path)
+}
+
+/// Returns the advice for a command that does not exist, but has another name here.
+pub(super) fn advice(root: &clap::Command, args: &[OsString], given: &str) -> Option<String> {
+    let (group, mut path) = called(root, args);
+    let advice = if path.is_empty() {
+        OTHER_COMMANDS.iter().find(|(name, _)| *name == given)?.1.to_owned()
+    } else {
+        let words = SYNONYMS.iter().find(|words| words.contains(&given))?;
+        let meant = words.iter().find(|word| group.find_subcommand(word).is_some())?;
+        format!("did you mean `tandem {} {meant}`?", group.get_name())
+    };
+    path.push(given);
+    Some(format!("there is no command `{}`: {advice}", path.join(" ")))
+}
+
+/// Returns the advice for a flag or argument that the called command does not have: what to write instead, or which commands of its group have
+/// the flag, or else which of all commands.
+pub(super) fn advice_on_flag(root: &clap::Command, args: &[OsString], flag: &str) -> Option<String> {
+    let (command, path) = called(root, args);
+    let has = |own: &str| {
+        let is_named = |arg: &clap::Arg| arg.get_value_names().is_some_and(|names| names[0] == own);
+        command.get_arguments().any(|arg| arg.get_long() == Some(own) || is_named(arg))
+    };
+    if let Some((.., advice)) = OTHER_FLAGS.iter().find(|(other, own, _)| *other == flag && has(own)) {
+        return Some(format!("there is no flag `{flag}`: {advice}"));
+    }
+    if serves(command) && has("model") && !flag.starts_with('-') {
+        return Some(format!("did you mean `--model {flag}`?"));
+    }
+    let name = flag.strip_prefix("--").filter(|_| !path.is_empty())?;
+    let takes = |command: &&clap::Command| command.get_arguments().any(|arg| arg.get_long() == Some(name));
+    let mut takers = Vec::new();
+    for command in root.get_subcommands() {
+        let name = command.get_name();
+        takers.extend(Some(command).filter(takes).map(|_| format!("`tandem {name}`")));
+        takers.extend(command.get_subcommands().filter(takes).map(|below| format!("`tandem {name} {}`", below.get_name())));
+    }
+    let in_group = |taker: &String| taker.starts_with(&format!("`tandem {} ", path[0]));
+    if takers.iter().any(in_group) {
+        takers.retain(in_group);
+    }
+    let (path, takers) = (path.join(" "), takers.join(", "));
+    (!takers.is_empty()).then(|| format!("{flag} does not apply to `tandem {path}`, but to {takers}"))
 }
 
 #[cfg(test)]
@@ -153,6 +221,23 @@ mod tests {
     }
 
     #[test]
+    fn flags_of_other_programs_are_answered_with_advice() {
+        for (given, expected) in [
+            ("up --port 8001", "there is no flag `--port`: did you mean `--listen PORT`?"),
+            ("up --host=0.0.0.0", "`--listen IP:PORT`?"),
+            ("decode-worker --tensor-parallel-size 2", "`--tp N`?"),
+            ("up --max-model-len 4096", "--kv-capacity-tokens"),
+            ("up --api-key x", "`--api-keys-file FILE`?"),
+            ("up SmolLM2", "did you mean `--model SmolLM2`?"),
+            ("chat --api-key x", "TANDEM_API_KEY"),
+            ("top --server x", "write the server without a flag"),
+        ] {
+            let error = help(&given.split(' ').collect::<Vec<_>>());
+            assert!(error.contains(expected) && error.lines().count() == 1, "{error}");
+        }
+    }
+
+    #[test]
     fn commands_of_other_programs_are_answered_with_advice() {
         for (given, expected) in
             [("run", "tandem up --model"), ("ps", "`tandem top`"), ("rm", "model rm"), ("version", "--version")]
@@ -160,6 +245,18 @@ mod tests {
             let error = help(&[given]);
             assert!(error.contains(&format!("there is no command `{given}`")) && error.contains(expected), "{error}");
             assert_eq!(error.lines().count(), 1, "{error}");
+        }
+        for (given, expected) in [
+            ("key rm", "key revoke"),
+            ("key delete", "key revoke"),
+            ("key create", "key add"),
+            ("key ls", "key list"),
+            ("model delete", "model rm"),
+            ("model download", "model fetch"),
+            ("bench serve", "bench replay"),
+        ] {
+            let error = help(&given.split(' ').chain(["x"]).collect::<Vec<_>>());
+            assert_eq!(error, format!("error: there is no command `{given}`: did you mean `tandem {expected}`?\n"));
         }
         assert!(help(&["down"]).contains("unrecognized subcommand"));
         for (given, _) in OTHER_COMMANDS {

@@ -60,23 +60,18 @@ fn config(role: &ArgMatches) -> Option<PathBuf> {
     role.try_get_one::<PathBuf>("config").ok().flatten().cloned()
 }
 
-/// Parses the command line. For a flag that the role does not have, the error names the roles that have it.
+/// Parses the command line. For a command or flag that does not exist here, the error names the one to use, or the commands that have the flag.
 fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap::Error> {
     command.clone().try_get_matches_from(args).map_err(|error| {
-        if let Some(advice) = error.get(ContextKind::InvalidSubcommand).and_then(help::advice) {
-            return clap::Error::raw(error.kind(), advice);
-        }
-        let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else { return error };
-        let takes = |role: &&clap::Command| {
-            flag.strip_prefix("--").is_some_and(|flag| role.get_arguments().any(|arg| arg.get_long() == Some(flag)))
-        };
-        let roles: Vec<String> =
-            command.get_subcommands().filter(takes).map(|role| format!("`tandem {}`", role.get_name())).collect();
-        match args.get(1).filter(|_| error.kind() == ErrorKind::UnknownArgument && !roles.is_empty()) {
-            Some(role) => {
-                let role = role.to_string_lossy();
-                clap::Error::raw(error.kind(), format!("{flag} does not apply to `tandem {role}`, but to {}\n", roles.join(", ")))
+        let advice = match (error.get(ContextKind::InvalidSubcommand), error.get(ContextKind::InvalidArg)) {
+            (Some(ContextValue::String(given)), _) => help::advice(command, args, given),
+            (_, Some(ContextValue::String(flag))) if error.kind() == ErrorKind::UnknownArgument => {
+                help::advice_on_flag(command, args, flag)
             }
+            _ => None,
+        };
+        match advice {
+            Some(advice) => clap::Error::raw(error.kind(), advice + "\n"),
             None => error,
         }
     })

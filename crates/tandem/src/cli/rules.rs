@@ -3,6 +3,7 @@
 
 use crate::settings::{EngineKind, KV_LEASE_SECONDS, KvConnector};
 use clap::{ArgMatches, ValueEnum};
+use std::net::SocketAddr;
 use tandem_frontend::CacheIsolation;
 
 /// Groups of settings, of which at most one may be set.
@@ -69,6 +70,10 @@ pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
     check_engine(role, given, is_set)?;
     check_observing(role, given, is_set)?;
     check_kv_capacity(given)?;
+    let listens = |id| given.try_get_one::<SocketAddr>(id).ok().flatten();
+    if let Some(address) = listens("listen").filter(|address| address.port() != 0 && listens("admin_listen") == Some(address)) {
+        return Err(format!("--listen and --admin-listen are both {address}; choose another port for one of them"));
+    }
     let mut passed = given.try_get_many::<String>("passthrough").ok().flatten().into_iter().flatten();
     if passed.next().is_some_and(|first| first.starts_with("http://") || first.starts_with("https://")) {
         return Err("--passthrough begins with a URL; write the model's id before it, as MODEL=URL".to_owned());

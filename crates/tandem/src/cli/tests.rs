@@ -183,6 +183,11 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["frontend", "--policy", "random"],
             "--policy does not apply to `tandem frontend`, but to `tandem up`, `tandem router`",
         ),
+        (
+            &["model", "rm", "x", "--json"],
+            "--json does not apply to `tandem model rm`, but to `tandem model list`, `tandem model show`\n",
+        ),
+        (&["why", "--csv"], "--csv does not apply to `tandem why`, but to `tandem audit report`\n"),
         (&["router", "--nonsense"], "unexpected argument '--nonsense'"),
         (&["prefill-worker", "--advertise", "h"], "write host:port"),
         (&["up", "--etcd", "h:1"], "--etcd"),
@@ -263,6 +268,11 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             "llama.cpp's server cannot keep the caches of accounts apart",
         ),
         (&["up", "--kv-capacity-tokens", "5"], "--kv-capacity-tokens 5 is less than one block of 16 tokens"),
+        (
+            &["frontend", "--listen", "1", "--admin-listen", "1"],
+            "--listen and --admin-listen are both 127.0.0.1:1; choose another",
+        ),
+        (&["router", "--listen", "9000"], "--listen and --admin-listen are both 127.0.0.1:9000; choose another"),
         (&["up", "--listen", "localhost"], "write a port, localhost:PORT, or IP:PORT"),
         (&["up", "--engine-events", "e:1"], "write discover, none, tcp://host:port or ipc://path"),
     ] {

