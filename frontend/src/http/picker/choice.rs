@@ -74,7 +74,8 @@ pub(super) fn incoming(app: &Arc<App>, parts: &Parts, endpoint: Endpoint) -> Res
         true => Err(ApiError::Untrusted { header: EXPLAIN }),
         false => Ok(options),
     };
-    let header_options = app.header_options(parts, None).and_then(explained).inspect_err(|error| admitted.finish(wire::status(error)))?;
+    let header_options =
+        app.header_options(parts, None).and_then(explained).inspect_err(|error| admitted.finish(wire::status(error)))?;
     // Without an account, the client is not known: the peer is the gateway.
     let client = (!header_options.account.is_empty()).then(|| Client::Account(header_options.account.clone()));
     Ok(Incoming {

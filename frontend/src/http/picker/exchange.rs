@@ -16,6 +16,7 @@ use crate::{
         body::{BodyForm, HeldBytes},
         incoming::Incoming,
     },
+    metrics::Endpoint,
     usage::{Cached, CachedSource, PromptUsage},
 };
 use axum::{
