@@ -146,6 +146,13 @@ async fn accounts_share_no_cached_prompts_and_a_client_cannot_choose_its_account
     // The server would answer this body from the cache that all accounts share.
     let (_, unread) = gateway.request("/v1/completions", &[("x-account", "a")], b"{\"prompt\": 1, \"model\": []}").await?;
     assert_eq!(unread.status(), 400, "{unread:?}");
+    // So would it with this one, whatever the header says.
+    let encoded = [("x-account", "a"), ("content-encoding", "gzip")];
+    let (_, unread) = gateway.request("/v1/completions", &encoded, br#"{"model": "fake", "prompt": "a"}"#).await?;
+    assert_eq!(unread.status(), 415, "{unread:?}");
+    let explained = [("x-account", "a"), ("x-tandem-explain", "true")];
+    let (_, explained) = gateway.request("/v1/completions", &explained, br#"{"model": "fake", "prompt": "a"}"#).await?;
+    assert_eq!(explained.status(), 403, "the server would answer it: {explained:?}");
     let both = [("x-account", "a"), ("x-account", "b")];
     let (_, twice) = gateway.request("/v1/completions", &both, b"{}").await?;
     assert_eq!(twice.status(), 400, "one of the two may come from the client: {twice:?}");
