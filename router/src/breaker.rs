@@ -61,6 +61,10 @@ impl Breaker {
         self.open.as_ref().is_none_or(|open| open.probe.is_none() && now >= open.until)
     }
 
+    pub(crate) fn is_open(&self) -> bool {
+        self.open.is_some()
+    }
+
     /// Records that a request was placed on the worker. While the circuit is open, that request is the probe.
     pub(crate) fn on_placed(&mut self, booking: BookingId) {
         if let Some(open) = &mut self.open {

@@ -37,6 +37,7 @@ impl QueueEntry {
 pub(crate) struct PrefillQueue {
     /// The work of the waiting requests by priority and account. Every entry has at least one request.
     waiting: BTreeMap<(Priority, Arc<str>), Equals>,
+    summary: QueueSummary,
     period: SpeedPeriod,
     /// The time of the latest sign of progress: a request got its first token, the worker reported that it prefills, or a request joined
     /// the empty queue.
@@ -45,11 +46,41 @@ pub(crate) struct PrefillQueue {
     speed: Option<(Speed, Instant)>,
 }
 
-/// The waiting requests of one account and priority: the work of each, and the sum.
+/// The waiting requests of one account and priority: the work of each, in ascending order, and the sum.
 #[derive(Debug, Default)]
 struct Equals {
     each: Vec<u64>,
     work: u64,
+}
+
+/// What a placement needs to know of most queues.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct QueueSummary {
+    /// The number of waiting requests.
+    requests: usize,
+    /// The priority of all requests; `None` if they differ, or if there are none.
+    priority: Option<Priority>,
+    /// The least and the most work of a request.
+    work: (u64, u64),
+}
+
+impl QueueSummary {
+    pub(crate) fn is_empty(self) -> bool {
+        self.requests == 0
+    }
+
+    /// Returns the same as [`PrefillQueue::behind`]; `None` if the summary does not tell.
+    pub(crate) fn behind(self, priority: Priority, new_tokens: u64, shortest_first: bool) -> Option<Behind> {
+        let (least, most) = self.work;
+        let own = new_tokens + REQUEST_TOKENS;
+        let requests = match shortest_first {
+            _ if self.priority != Some(priority) => return None,
+            true if least > own => self.requests,
+            true if most > own => return None,
+            true | false => 0,
+        };
+        Some(Behind { requests, share: if requests > 0 { 1.0 } else { 0.0 }, outranked: 0.0 })
+    }
 }
 
 /// The waiting requests that a worker would serve after a request that joins the queue now.
@@ -101,6 +132,7 @@ impl PrefillQueue {
     pub(crate) fn new(now: Instant) -> Self {
         Self {
             waiting: BTreeMap::new(),
+            summary: QueueSummary::default(),
             period: SpeedPeriod { since: now, at_first: 0, served: 0, left: 0 },
             moved_at: now,
             speed: None,
@@ -111,8 +143,9 @@ impl PrefillQueue {
         if request.work > 0 {
             let was_empty = self.waiting.is_empty();
             let equals = self.waiting.entry((request.priority, request.account.clone())).or_default();
-            equals.each.push(request.work);
+            equals.each.insert(equals.each.partition_point(|work| *work < request.work), request.work);
             equals.work += request.work;
+            self.summarize();
             if was_empty {
                 self.moved_at = now;
             }
@@ -128,12 +161,13 @@ impl PrefillQueue {
     pub(crate) fn leave(&mut self, QueueEntry { account, priority, work }: &QueueEntry, left: Departure, now: Instant) {
         let key = (*priority, account.clone());
         let Some(equals) = self.waiting.get_mut(&key) else { return };
-        let Some(at) = equals.each.iter().position(|of| of == work) else { return };
-        equals.each.swap_remove(at);
+        let Ok(at) = equals.each.binary_search(work) else { return };
+        equals.each.remove(at);
         equals.work -= work;
         if equals.each.is_empty() {
             self.waiting.remove(&key);
         }
+        self.summarize();
         self.period.left += work;
         if left == Departure::Served {
             self.period.served += work;
@@ -157,8 +191,12 @@ impl PrefillQueue {
 
     /// Returns the speed of the queue in work per second; `None`: it is not known.
     pub(crate) fn speed(&self, now: Instant) -> Option<f64> {
-        let (speed, measured) = self.speed?;
-        (now.duration_since(measured) <= SPEED_MAX_AGE).then(|| speed.per_second())
+        recent(self.measured_speed(), now)
+    }
+
+    /// Returns the measured speed, and when it was measured.
+    pub(crate) fn measured_speed(&self) -> Option<(f64, Instant)> {
+        self.speed.map(|(speed, measured)| (speed.per_second(), measured))
     }
 
     /// Returns how long `request` would wait if it joined the queue and the queue had this speed. It waits for all work that outranks it,
@@ -187,17 +225,16 @@ impl PrefillQueue {
     /// Returns which waiting requests would be served after a new request: those that the new one outranks and, if the worker computes
     /// short prompts first (`shortest_first`), those of equal rank with more work.
     pub(crate) fn behind(&self, account: &str, priority: Priority, new_tokens: u64, shortest_first: bool) -> Behind {
-        let (mut requests, mut behind, mut outranked, mut all) = (0, 0, 0, 0);
+        let (mut requests, mut behind, mut outranked, mut all) = (0, 0, 0, 0_u64);
         for ((of, owner), Equals { each, work }) in &self.waiting {
             all += work;
             let same_account = **owner == *account;
             if priority.outranks(*of, same_account) {
                 outranked += work;
             } else if shortest_first && !of.outranks(priority, same_account) {
-                for work in each.iter().filter(|work| **work > new_tokens + REQUEST_TOKENS) {
-                    requests += 1;
-                    behind += work;
-                }
+                let longer = &each[each.partition_point(|work| *work <= new_tokens + REQUEST_TOKENS)..];
+                requests += longer.len();
+                behind += longer.iter().sum::<u64>();
             }
         }
         let share = |work: u64| work as f64 / all.max(1) as f64;
@@ -210,6 +247,22 @@ impl PrefillQueue {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
+    }
+
+    pub(crate) fn summary(&self) -> QueueSummary {
+        self.summary
+    }
+
+    fn summarize(&mut self) {
+        let mut summary = QueueSummary { work: (u64::MAX, 0), ..QueueSummary::default() };
+        for ((priority, _), Equals { each, .. }) in &self.waiting {
+            summary.priority = Some(*priority).filter(|priority| summary.requests == 0 || summary.priority == Some(*priority));
+            summary.requests += each.len();
+            if let (Some(least), Some(most)) = (each.first(), each.last()) {
+                summary.work = (summary.work.0.min(*least), summary.work.1.max(*most));
+            }
+        }
+        self.summary = summary;
     }
 
     fn begin_period(&mut self, now: Instant) {
@@ -230,6 +283,11 @@ impl PrefillQueue {
             self.speed = Some((speed, now));
         }
     }
+}
+
+/// Returns a measured speed unless it is too old to be used.
+pub(crate) fn recent(measured: Option<(f64, Instant)>, now: Instant) -> Option<f64> {
+    measured.filter(|(_, at)| now.duration_since(*at) <= SPEED_MAX_AGE).map(|(speed, _)| speed)
 }
 
 impl Speed {

@@ -9,13 +9,14 @@
 
 use crate::settings::Costs;
 use std::time::Duration;
+use tokio::time::Instant;
 
-/// A measured value and its weight.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// A measured value and its weight. The default has the weight 0: nothing was measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Measurement {
     /// The natural logarithm of the value.
     log: f64,
-    /// The weight: 1 for a new measurement, less for an older one, never 0.
+    /// The weight: 1 for a new measurement, less for an older one.
     pub weight: f64,
 }
 
@@ -54,6 +55,75 @@ impl Measurement {
         let half_lives = age.as_secs_f64() / costs.rate_half_life.as_secs_f64();
         (-half_lives).exp2().max(WEIGHT_MIN)
     }
+
+    /// Returns the measurement with its weight at the present, if `weight` is a stamp of [`Ages`] and `scale` its present scale.
+    #[inline]
+    pub fn aged(self, scale: f64) -> Self {
+        let least = if self.weight > 0.0 { WEIGHT_MIN } else { 0.0 };
+        Self { weight: (self.weight * scale).max(least), ..self }
+    }
+}
+
+/// Weighs measurements by their age with one power for each report and one for each placement. A report gets a *stamp*, which grows with
+/// time. The weight of a measurement is its stamp times the present *scale*, which decreases as stamps grow.
+#[derive(Clone, Copy, Debug)]
+pub struct Ages {
+    epoch: Instant,
+    half_life: Duration,
+}
+
+/// Stamps must stay below the largest number, 2 to the power 1,024.
+const HALF_LIVES_MAX: f64 = 512.0;
+
+impl Ages {
+    pub fn new(now: Instant, costs: &Costs) -> Self {
+        Self { epoch: now, half_life: costs.rate_half_life }
+    }
+
+    fn half_lives(&self, now: Instant) -> f64 {
+        now.duration_since(self.epoch).as_secs_f64() / self.half_life.as_secs_f64()
+    }
+
+    /// Returns the stamp of a measurement that is made now.
+    pub fn stamp(&self, now: Instant) -> f64 {
+        self.half_lives(now).exp2()
+    }
+
+    pub fn scale(&self, now: Instant) -> f64 {
+        (-self.half_lives(now)).exp2()
+    }
+
+    /// Begins a new epoch if stamps become too large. Then the caller must multiply all stamps by the returned factor.
+    pub fn renew(&mut self, now: Instant) -> Option<f64> {
+        let is_old = self.half_lives(now) > HALF_LIVES_MAX;
+        let scale = is_old.then(|| self.scale(now))?;
+        self.epoch = now;
+        Some(scale.max(f64::MIN_POSITIVE))
+    }
+}
+
+/// The sums for the weighted geometric mean of one kind of measurement.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RateSums {
+    logs: f64,
+    weights: f64,
+}
+
+impl RateSums {
+    pub fn add(&mut self, one: Measurement) {
+        self.logs += one.log * one.weight;
+        self.weights += one.weight;
+    }
+
+    /// Returns the mean, or `default` if nothing was added.
+    pub fn mean(self, default: f64) -> MeanRate {
+        let Self { logs, weights } = self;
+        if weights > 0.0 {
+            MeanRate { value: f64::exp(logs / weights), log: logs / weights }
+        } else {
+            MeanRate { value: default, log: default.ln() }
+        }
+    }
 }
 
 /// The weighted geometric mean of one kind of measurement over all workers, or a default while no worker has measured one.
@@ -64,26 +134,17 @@ pub struct MeanRate {
 }
 
 impl MeanRate {
-    /// Returns the mean of these measurements, or `default` if there are none.
-    pub fn of(measurements: impl Iterator<Item = Measurement>, default: f64) -> Self {
-        let sums = |(logs, weights), one: Measurement| (logs + one.log * one.weight, weights + one.weight);
-        let (logs, weights) = measurements.fold((0.0, 0.0), sums);
-        if weights > 0.0 {
-            Self { value: f64::exp(logs / weights), log: logs / weights }
-        } else {
-            Self { value: default, log: default.ln() }
-        }
-    }
-
     /// Returns the mean of all workers.
     pub fn value(&self) -> f64 {
         self.value
     }
 
     /// Returns the rate to assume for a worker with this measurement.
-    pub fn for_worker(&self, own: Option<Measurement>) -> f64 {
-        let deviation = own.map_or(0.0, |own| own.weight * (own.log - self.log));
-        if deviation.abs() <= TOLERANCE_LOG {
+    #[inline]
+    pub fn for_worker(&self, own: Measurement) -> f64 {
+        let deviation = own.weight * (own.log - self.log);
+        // The deviation is not a number if nothing was measured and the default is 0, whose logarithm is infinite.
+        if deviation.is_nan() || deviation.abs() <= TOLERANCE_LOG {
             return self.value;
         }
         self.value * (deviation.abs() - TOLERANCE_LOG).copysign(deviation).exp()
@@ -94,6 +155,12 @@ impl MeanRate {
 mod tests {
     use super::*;
 
+    fn mean_of(measurements: impl IntoIterator<Item = Measurement>, default: f64) -> MeanRate {
+        let mut sums = RateSums::default();
+        measurements.into_iter().for_each(|one| sums.add(one));
+        sums.mean(default)
+    }
+
     fn measured(value: f64, age_s: u64) -> Measurement {
         let log = Measurement::log(value).expect("the value is not 0");
         Measurement::new(log, Measurement::weight(Duration::from_secs(age_s), &Costs::default()))
@@ -101,8 +168,8 @@ mod tests {
 
     /// Returns the rates to assume for workers with these measurements.
     fn assumed_rates(all: &[Measurement]) -> Vec<f64> {
-        let mean = MeanRate::of(all.iter().copied(), 1.0);
-        all.iter().map(|one| mean.for_worker(Some(*one))).collect()
+        let mean = mean_of(all.iter().copied(), 1.0);
+        all.iter().map(|one| mean.for_worker(*one)).collect()
     }
 
     #[test]
@@ -138,16 +205,32 @@ mod tests {
 
     #[test]
     fn rate_of_a_worker_without_a_measurement_is_the_mean_or_else_the_default() {
-        let mean = MeanRate::of([measured(100.0, 0), measured(10_000.0, 0)].into_iter(), 7.0);
-        assert!((mean.for_worker(None) - 1_000.0).abs() < 1e-6);
-        let none = MeanRate::of(std::iter::empty(), 7.0);
-        assert_eq!((none.value(), none.for_worker(None)), (7.0, 7.0));
-        let only_own = MeanRate::of([measured(100.0, 600)].into_iter(), 7.0);
-        assert!(
-            (only_own.for_worker(Some(measured(100.0, 600))) - 100.0).abs() < 1e-9,
-            "the mean of one worker is its measurement"
-        );
+        let mean = mean_of([measured(100.0, 0), measured(10_000.0, 0)], 7.0);
+        assert!((mean.for_worker(Measurement::default()) - 1_000.0).abs() < 1e-6);
+        let none = mean_of([], 7.0);
+        assert_eq!((none.value(), none.for_worker(Measurement::default())), (7.0, 7.0));
+        let only_own = mean_of([measured(100.0, 600)], 7.0);
+        assert!((only_own.for_worker(measured(100.0, 600)) - 100.0).abs() < 1e-9, "the mean of one worker is its measurement");
         assert_eq!(Measurement::log(0.0), None);
         assert_eq!(TOLERANCE_LOG, 1.25_f64.ln());
+    }
+
+    #[test]
+    fn stamps_give_the_weights_of_ages_also_after_a_new_epoch() {
+        let (start, costs) = (Instant::now(), Costs::default());
+        let mut ages = Ages::new(start, &costs);
+        let after = |s| start + Duration::from_secs(s);
+        let mut stamps = [0, 10, 500].map(|s| ages.stamp(after(s)));
+        for now in [500, 15_000, 20_000, 20_001] {
+            if let Some(factor) = ages.renew(after(now)) {
+                stamps.iter_mut().for_each(|stamp| *stamp *= factor);
+            }
+            for (stamp, made) in stamps.iter().zip([0, 10, 500]) {
+                let weight = Measurement::new(1.0, *stamp).aged(ages.scale(after(now))).weight;
+                let expected = Measurement::weight(Duration::from_secs(now - made), &costs);
+                assert!((weight / expected - 1.0).abs() < 1e-9, "{now} {made}: {weight} {expected}");
+            }
+        }
+        assert_eq!(ages.epoch, after(20_000));
     }
 }

@@ -7,7 +7,7 @@ use tandem_proto::{tier_names, v1};
 
 /// Returns the reply that explains a decision. `members` are all members.
 pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) -> v1::ExplainReply {
-    let PlacementDecision { query, candidates, costs, choice, .. } = decision;
+    let PlacementDecision { question, candidates, costs, choice, .. } = decision;
     let workers = decision.members.iter().zip(candidates).zip(costs).map(|((member, candidate), costs)| v1::ExplainedWorker {
         worker: Some(member.reference()),
         role: member.info.role,
@@ -33,8 +33,8 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
         }
         Err(error) => (None, error.to_string()),
     };
-    let model = decision.model.to_string();
-    v1::ExplainReply { workers: workers.collect(), block_size: query.block_size, placement, explanation, model }
+    let model = question.model.to_string();
+    v1::ExplainReply { workers: workers.collect(), block_size: question.query.block_size, placement, explanation, model }
 }
 
 fn cost(cost: Cost) -> v1::Cost {

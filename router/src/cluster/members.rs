@@ -8,6 +8,7 @@
 mod candidate;
 mod models;
 mod prefix;
+mod row;
 
 use super::{
     booking::{BookingEntry, LoadByRole},
@@ -24,16 +25,19 @@ use crate::{
     metrics::{PrefixSeries, WorkerSeries},
     predictions::{Predictions, UnreportedPrompts},
     prefill_queue::{Departure, PrefillQueue},
-    rates::{MeasuredLogs, Measurement},
-    route::{NoEligibleWorker, WorkerRole, paired_families},
-    settings::PrefillPlace,
+    rates::{Ages, MeasuredLogs, Measurement},
+    route::{FamilyId, NoEligibleWorker, WorkerRole, paired_families},
+    settings::{Costs, PrefillPlace},
     subscription::{EventRoute, ReportedStats, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
-use models::{check_models, models_of};
+pub(super) use candidate::Leading;
+use models::check_models;
 use prefix::RemovedBy;
+pub(super) use row::ChangedMember;
+use row::{Row, Speeds};
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     sync::Arc,
 };
 use tandem_kv::{InstanceId, Load, SequenceHash};
@@ -68,20 +72,18 @@ pub(super) struct Member {
     pub(super) info: WorkerInfo,
     /// A copy of `info.instance_id` that is cheap to clone.
     pub(super) instance_id: InstanceId,
-    /// The models that the worker serves: `info.model`, then `info.loras`.
-    models: Box<[Arc<str>]>,
     pub(super) role: WorkerRole,
-    /// The worker's transfer family, as in [`Candidate`](crate::route::Candidate).
-    family: Option<Arc<str>>,
+    /// The number of the worker's transfer family. Members with equal families have equal numbers.
+    family: Option<FamilyId>,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
     pub(super) stats: ReportedStats,
     measured: MeasuredLogs,
-    /// The time of the latest report that had a new measurement of the prefill rate.
-    prefilled_at: Instant,
-    /// The time of the latest report that showed decoding since the previous report.
-    decoded_at: Instant,
+    /// The stamp ([`Ages`]) of the latest report that had a new measurement of the prefill rate.
+    prefilled: f64,
+    /// The stamp of the latest report that showed decoding since the previous report.
+    decoded: f64,
     pub(super) bookings: WorkerBookings,
     /// The prompts that this decode worker prefills itself.
     local: DemandSums,
@@ -117,8 +119,15 @@ pub(super) struct MemberPrefix {
 
 /// All members, in the order in which they joined.
 pub(crate) struct ClusterMembers {
-    by_id: BTreeMap<MemberId, Member>,
+    ids: Vec<MemberId>,
+    all: Vec<Member>,
+    /// What placements read of each member, in the order of `all`.
+    rows: Vec<Row>,
+    speeds: Vec<Speeds>,
     by_instance: HashMap<InstanceId, MemberId>,
+    /// The positions of the members that serve each model, in ascending order. No list is empty.
+    by_model: BTreeMap<Arc<str>, Vec<u32>>,
+    ages: Ages,
     pub(super) index: Arc<PrefixIndex>,
     pub(super) predictions: Predictions,
     unreported: UnreportedPrompts,
@@ -132,10 +141,15 @@ pub(crate) struct ClusterMembers {
 
 impl ClusterMembers {
     /// Returns an empty set of members. `hash_key` is only used to seed hash tables.
-    pub(super) fn new(hash_key: u64) -> Self {
+    pub(super) fn new(hash_key: u64, costs: &Costs) -> Self {
         Self {
-            by_id: BTreeMap::new(),
+            ids: Vec::new(),
+            all: Vec::new(),
+            rows: Vec::new(),
+            speeds: Vec::new(),
             by_instance: HashMap::new(),
+            by_model: BTreeMap::new(),
+            ages: Ages::new(Instant::now(), costs),
             index: Arc::new(PrefixIndex::new(hash_key)),
             predictions: Predictions::new(hash_key),
             unreported: UnreportedPrompts::of_late_workers(hash_key),
@@ -192,6 +206,7 @@ impl ClusterMembers {
         bookings: impl Iterator<Item = &'a BookingEntry>,
     ) -> MemberId {
         let (id, now) = (MemberId(self.next_id), self.now());
+        let (stamp, at) = (self.stamp(now), self.all.len());
         self.next_id += 1;
         let instance_id = InstanceId::from(info.instance_id.as_str());
         let owner = self.removed.number(&info.worker_id);
@@ -210,8 +225,7 @@ impl ClusterMembers {
         }
         self.by_instance.insert(instance_id.clone(), id);
         let member = Member {
-            family: info.family().map(|family| self.shared(family)),
-            models: models_of(&info).map(|model| self.shared(model)).collect(),
+            family: info.family().map(|family| self.family_id(family)),
             info,
             instance_id,
             role,
@@ -220,8 +234,8 @@ impl ClusterMembers {
             load: Load::default(),
             stats: ReportedStats::default(),
             measured: MeasuredLogs::default(),
-            prefilled_at: now,
-            decoded_at: now,
+            prefilled: stamp,
+            decoded: stamp,
             bookings: own_bookings,
             local: DemandSums::default(),
             local_share: 0.0,
@@ -233,20 +247,53 @@ impl ClusterMembers {
             loads: LoadTimes::default(),
             placements: v1::PlacementTotals::default(),
         };
-        self.by_id.insert(id, member);
+        self.add_models(at, &member.info);
+        self.rows.push(Row::of(&member));
+        self.speeds.push(Speeds::of(&member));
+        self.ids.push(id);
+        self.all.push(member);
         id
     }
 
-    /// Returns the name of a model or of a transfer family. Members with equal names share one copy, so that placements, which read the
-    /// names of all members, find it in the processor's cache.
-    fn shared(&self, name: &str) -> Arc<str> {
-        let known = self.values().flat_map(|member| member.models.iter().chain(&member.family)).find(|known| ***known == *name);
-        known.cloned().unwrap_or_else(|| Arc::from(name))
+    /// Returns the number of a transfer family: that of a member of the family, or else the smallest number that no member has.
+    fn family_id(&self, family: &str) -> FamilyId {
+        let known = self.values().find(|member| member.info.family() == Some(family)).and_then(|member| member.family);
+        let is_free = |id: &FamilyId| self.values().all(|member| member.family != Some(*id));
+        known.or_else(|| (0..=u16::MAX).map(FamilyId).find(is_free)).expect("there are fewer members than numbers")
+    }
+
+    /// Returns the position of a member in `all`.
+    fn at(&self, id: MemberId) -> Option<usize> {
+        self.ids.binary_search(&id).ok()
+    }
+
+    /// Returns a member to change. When it is dropped, what placements read of the member is brought up to date.
+    fn change(&mut self, id: MemberId) -> Option<ChangedMember<'_>> {
+        let at = self.at(id)?;
+        Some(ChangedMember { member: &mut self.all[at], row: &mut self.rows[at], speeds: &mut self.speeds[at] })
+    }
+
+    /// Returns the stamp of a report that arrives now.
+    fn stamp(&mut self, now: Instant) -> f64 {
+        if let Some(factor) = self.ages.renew(now) {
+            for (member, row) in self.all.iter_mut().zip(&mut self.rows) {
+                member.prefilled *= factor;
+                member.decoded *= factor;
+                *row = Row::of(member);
+            }
+        }
+        self.ages.stamp(now)
     }
 
     /// Removes the member with its index entries and metric series.
     pub(super) fn leave(&mut self, id: MemberId) {
-        if let Some(member) = self.by_id.remove(&id) {
+        if let Some(at) = self.at(id) {
+            self.remove_models(at);
+            self.by_model.values_mut().flatten().filter(|other| **other as usize > at).for_each(|other| *other -= 1);
+            self.ids.remove(at);
+            self.rows.remove(at);
+            self.speeds.remove(at);
+            let member = self.all.remove(at);
             self.by_instance.remove(&member.instance_id);
             self.index.remove_worker(member.slot);
             self.predictions.forget(member.slot);
@@ -259,23 +306,25 @@ impl ClusterMembers {
     /// reported a booked request. Therefore all bookings are now treated as included in the reported load. So no request is counted twice,
     /// but a request that has not reached the worker yet is missing in the load until the next report.
     pub(crate) fn replace(&mut self, id: MemberId, content: Replacement<'_>) {
-        let Some(member) = self.by_id.get_mut(&id) else { return };
+        let index = self.index.clone();
+        let Some(mut member) = self.change(id) else { return };
         member.bookings.on_all_included();
         let skipped = content.complete(member.slot);
         member.series.count_skipped(skipped);
-        member.on_indexed(self.index.blocks(member.slot));
+        let blocks = index.blocks(member.slot);
+        member.on_indexed(blocks);
     }
 
     /// Returns where the member's blocks are in the index; `None` if it is not a member any more.
     pub(super) fn indexed(&self, id: MemberId) -> Option<IndexedWorker> {
-        let Member { slot, info, .. } = self.by_id.get(&id)?;
+        let Member { slot, info, .. } = &self.all[self.at(id)?];
         self.index.set_time(self.seconds());
         Some(IndexedWorker { index: self.index.clone(), slot: *slot, capacity_blocks: cached_blocks_max(info) })
     }
 
     /// Counts the events that were applied to the member's blocks in the index.
     pub(super) fn on_applied(&mut self, id: MemberId, applied: &Applied) {
-        let Some(member) = self.by_id.get_mut(&id) else { return };
+        let Some(mut member) = self.change(id) else { return };
         member.series.count_applied(applied);
         member.on_indexed(applied.blocks);
     }
@@ -284,13 +333,14 @@ impl ClusterMembers {
     /// that this load includes for the first time.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
         let now = self.now();
-        let Some(member) = self.by_id.get_mut(&id) else { return };
+        let stamp = self.stamp(now);
+        let Some(mut member) = self.change(id) else { return };
         if load.prefill_measurements != member.load.prefill_measurements {
-            member.prefilled_at = now;
+            member.prefilled = stamp;
             member.queue.on_prefilling(now);
         }
         if load.decode_step_ms != member.load.decode_step_ms || stats.generated() != member.stats.generated() {
-            member.decoded_at = now;
+            member.decoded = stamp;
         }
         member.measured = MeasuredLogs {
             prefill_tokens_per_second: Measurement::log(load.prefill_tokens_per_second),
@@ -308,7 +358,7 @@ impl ClusterMembers {
 
     /// Sets the metrics that show whether the member's events come over NATS or on its own stream.
     pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventRoute) {
-        if let Some(member) = self.by_id.get_mut(&id) {
+        if let Some(member) = self.at(id).map(|at| &self.all[at]) {
             let over_nats = source == EventRoute::Nats;
             member.series.over_nats.set(f64::from(u8::from(over_nats)));
             member.series.direct.set(f64::from(u8::from(!over_nats)));
@@ -320,25 +370,30 @@ impl ClusterMembers {
     }
 
     pub(super) fn of(&self, instance_id: &str) -> Option<&Member> {
-        self.by_id.get(self.by_instance.get(instance_id)?)
+        Some(&self.all[self.position(instance_id)?])
     }
 
-    pub(super) fn of_mut(&mut self, instance_id: &str) -> Option<&mut Member> {
-        self.by_id.get_mut(self.by_instance.get(instance_id)?)
+    /// Returns the member with this instance to change.
+    pub(super) fn of_mut(&mut self, instance_id: &str) -> Option<ChangedMember<'_>> {
+        self.change(*self.by_instance.get(instance_id)?)
+    }
+
+    fn position(&self, instance_id: &str) -> Option<usize> {
+        self.at(*self.by_instance.get(instance_id)?)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.by_id.len()
+        self.all.len()
     }
 
     /// Returns all members, in the order in which they joined.
     pub(super) fn values(&self) -> impl Iterator<Item = &Member> {
-        self.by_id.values()
+        self.all.iter()
     }
 
     #[cfg(test)]
     pub(super) fn iter(&self) -> impl Iterator<Item = (&MemberId, &Member)> {
-        self.by_id.iter()
+        self.ids.iter().zip(&self.all)
     }
 
     /// Returns how many blocks of the member are in the index.
@@ -353,14 +408,12 @@ impl ClusterMembers {
 
     /// Returns the members that serve the model, in the order in which they joined.
     pub(super) fn of_model<'a>(&'a self, model: &str) -> impl Iterator<Item = &'a Member> {
-        // Equal names are usually one shared copy, so the addresses are compared before the texts.
-        let is_it = move |served: &Arc<str>| std::ptr::eq(&**served, model) || **served == *model;
-        self.values().filter(move |member| member.models.iter().any(is_it))
+        self.by_model.get(model).into_iter().flatten().map(|at| &self.all[*at as usize])
     }
 
     /// Returns the models that members serve, in the order of their ids.
-    pub(super) fn models(&self) -> BTreeSet<&Arc<str>> {
-        self.values().flat_map(|member| &member.models).collect()
+    pub(super) fn models(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.by_model.keys()
     }
 
     /// Returns the model that a request names, or the only model if the request names none.
@@ -368,13 +421,11 @@ impl ClusterMembers {
     /// # Errors
     /// No member serves the model, or the request names none of several models.
     pub(super) fn requested_model(&self, requested: &str) -> Result<Arc<str>, PlacementError> {
-        let mut served = self.values().flat_map(|member| &member.models);
-        let first = served.next().ok_or(NoEligibleWorker::NoDecodeWorker)?;
+        let first = self.by_model.keys().next().ok_or(NoEligibleWorker::NoDecodeWorker)?;
         match requested {
-            "" if served.all(|model| model == first) => Ok(first.clone()),
+            "" if self.by_model.len() == 1 => Ok(first.clone()),
             "" => Err(PlacementError::NoModelNamed),
-            model if **first == *model => Ok(first.clone()),
-            model => served.find(|served| ***served == *model).cloned().ok_or(PlacementError::NoWorkerOfModel),
+            model => self.by_model.get_key_value(model).map(|(model, _)| model.clone()).ok_or(PlacementError::NoWorkerOfModel),
         }
     }
 
@@ -400,22 +451,25 @@ impl ClusterMembers {
         if member.role == WorkerRole::Decode || is_paired() {
             return None;
         }
-        Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
+        Some(texts::unpaired(member.info.family(), decode_workers().map(|other| other.info.family())))
     }
 
     /// Adds the booking, with its load, to its decode worker and its prefill worker, as far as they are members.
     pub(super) fn book(&mut self, booking: &BookingEntry, load: LoadByRole) {
         for (instance_id, prefilling) in booking.places() {
             let load = if *instance_id == booking.decode { load.decode } else { load.prefill };
-            let Some(member) = self.of_mut(instance_id) else { continue };
+            let Some(mut member) = self.of_mut(instance_id) else { continue };
             member.bookings.add(booking.key.clone(), load, booking.answer_on(instance_id));
             let slot = member.slot;
+            drop(member);
             if prefilling {
                 self.predictions.add(slot, &booking.hashes);
             }
         }
         let now = self.now();
-        if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| booking.prefilling) {
+        if booking.prefilling
+            && let Some(mut member) = self.of_mut(booking.prefills_on())
+        {
             member.queue.join(&booking.waiting, now);
             if booking.prefill.is_none() {
                 member.local.add(load.decode.tokens, now);
@@ -427,18 +481,21 @@ impl ClusterMembers {
     /// prefill had already ended.
     pub(super) fn on_prefilled(&mut self, booking: &mut BookingEntry, left: Departure) -> bool {
         let (was_prefilling, now, index) = (std::mem::take(&mut booking.prefilling), self.now(), self.index.clone());
-        if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
+        let prefilled = was_prefilling.then(|| booking.prefills_on()).and_then(|on| self.of_mut(on)).map(|mut member| {
             member.queue.leave(&booking.waiting, left, now);
             member.bookings.on_prefilled(&booking.key);
             if booking.prefill.is_some() {
                 member.bookings.remove(&booking.key);
             }
-            let (slot, is_late) = (member.slot, member.findings.is_late());
             if left == Departure::Served {
                 let tokens = booking.hashes.len() as u64 * u64::from(member.info.block_size);
-                member.findings.computed(tokens, index.blocks(slot));
+                let blocks = index.blocks(member.slot);
+                member.findings.computed(tokens, blocks);
                 member.export_findings();
             }
+            (member.slot, member.findings.is_late())
+        });
+        if let Some((slot, is_late)) = prefilled {
             self.predictions.remove(slot, &booking.hashes);
             if left == Departure::Served {
                 self.just_computed.add(slot, &booking.hashes, now);
@@ -451,7 +508,7 @@ impl ClusterMembers {
         self.just_computed.expire(now);
         if left == Departure::Served && was_prefilling {
             booking.answer.since = Some(now);
-            if let Some(member) = self.of_mut(&booking.decode) {
+            if let Some(mut member) = self.of_mut(&booking.decode) {
                 member.bookings.on_answering(&booking.key, now);
             }
         }
@@ -461,7 +518,7 @@ impl ClusterMembers {
     /// Removes the booking from its workers.
     pub(super) fn release(&mut self, mut booking: BookingEntry) {
         self.on_prefilled(&mut booking, Departure::Abandoned);
-        if let Some(member) = self.of_mut(&booking.decode) {
+        if let Some(mut member) = self.of_mut(&booking.decode) {
             member.bookings.remove(&booking.key);
         }
     }

@@ -12,6 +12,7 @@ mod members;
 mod peers;
 mod placement;
 mod prefix;
+mod quick;
 mod request;
 pub(crate) mod texts;
 mod unavailable;
@@ -97,7 +98,7 @@ impl Cluster {
             settings: settings.clone(),
             instance_id: tandem_process::new_instance_id().into(),
             metrics: RouterMetrics::new(metrics),
-            members: ClusterMembers::new(settings.seed),
+            members: ClusterMembers::new(settings.seed, &settings.costs),
             unavailable: UnavailableWorkers::default(),
             bookings: Bookings::default(),
             peers: Peers::default(),
@@ -285,8 +286,7 @@ impl ClusterState {
             return Err(PlacementError::TooManyAttempts);
         }
         self.check_capacity()?;
-        let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
-        let (choice, wait) = decision.within(request, decision.choice?, self.members.now())?;
+        let (decision, choice, wait) = self.placer.decide(&self.members, request, excluded, attempt)?;
         let facts = decision.facts(&self.members, choice, request.other_namespace_blocks);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
         let overlap_blocks = computes.overlap_blocks;
@@ -296,25 +296,25 @@ impl ClusterState {
             Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
         };
         let instance = |at: usize| decision.members[at].instance_id.clone();
-        let answer = self.placer.answer(&decision.model, request, None);
+        let answer = self.placer.answer(&decision.question.model, request, None);
         let booking = BookingEntry {
             key: self.bookings.new_key(request.request_id.clone()),
             decode: instance(choice.decode),
             prefill: choice.prefill.map(instance),
-            model: decision.model.clone(),
+            model: decision.question.model.clone(),
             prefilling: true,
             answering_since: None,
-            hashes: decision.hashes.into(),
+            hashes: decision.question.hashes.into(),
             prediction: Some(Prediction {
                 prompt_tokens: request.prompt_tokens,
-                block_size: decision.query.block_size,
+                block_size: decision.question.query.block_size,
                 reported: computes.reported_blocks,
                 facts: prefix::anonymous(&facts),
                 loads: ExpectedLoads::new(
                     &decision.candidates,
                     choice,
                     decision.first_token_ms(choice),
-                    decision.query.block_size,
+                    decision.question.query.block_size,
                     self.members.now(),
                 ),
             }),
@@ -324,7 +324,7 @@ impl ClusterState {
         let placement = decision.placement(choice, wait, facts);
         self.metrics.estimated_wait.record(wait);
         let role = if choice.prefill.is_some() { WorkerRole::Prefill } else { WorkerRole::Decode };
-        let (model, tokens) = (decision.model.clone(), full.tokens);
+        let (model, tokens) = (decision.question.model.clone(), full.tokens);
         self.placer.on_placed(&model, role, tokens, self.members.now());
         self.count_placement(&booking, overlap_blocks);
         Ok((self.book(booking, load), placement))
@@ -365,8 +365,8 @@ impl ClusterState {
         booking.prediction.iter_mut().for_each(|prediction| prediction.loads.on_first_token(now));
         let actual = cached_tokens?;
         let prediction = booking.prediction.take()?;
-        let member = self.members.of_mut(booking.prefills_on())?;
-        Some(prefix::compare(member, &self.metrics, &booking.model, &prediction, actual, now))
+        let mut member = self.members.of_mut(booking.prefills_on())?;
+        Some(prefix::compare(&mut member, &self.metrics, &booking.model, &prediction, actual, now))
     }
 
     /// Closes the circuit breakers of the request's workers, because it has its first token.
@@ -425,14 +425,15 @@ impl ClusterState {
     fn for_each_worker(&mut self, id: BookingId, mut action: impl FnMut(&mut Member)) {
         let Some(booking) = self.bookings.by_id.get(&id) else { return };
         for instance_id in [Some(&booking.decode), booking.prefill.as_ref()].into_iter().flatten() {
-            self.members.of_mut(instance_id).into_iter().for_each(&mut action);
+            self.members.of_mut(instance_id).into_iter().for_each(|mut member| action(&mut member));
         }
     }
 
     fn count_placement(&mut self, booking: &BookingEntry, overlap_blocks: u32) {
         let id = booking.key.1;
         for (instance_id, _) in booking.places() {
-            let Some(Member { breaker, series, placements, .. }) = self.members.of_mut(instance_id) else { continue };
+            let Some(mut member) = self.members.of_mut(instance_id) else { continue };
+            let Member { breaker, series, placements, .. } = &mut *member;
             breaker.on_placed(id);
             let (counter, total) = match (*instance_id == booking.decode, &booking.prefill) {
                 (true, None) => (&series.placed_local, &mut placements.local),

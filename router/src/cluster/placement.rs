@@ -2,14 +2,17 @@
 
 use super::{
     booking::SAMPLES_MAX,
-    members::{ClusterMembers, Member},
+    members::{ClusterMembers, Leading, Member},
     request::{Excluded, PlacementError, PlacementRequest},
 };
 use crate::{
     answers::{AnswerLengths, MovingMean},
     demand::Demands,
     places::{AnswerPace, BookedAnswer, Length},
-    route::{self, Candidate, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, RouteChoice, WorkerRole},
+    route::{
+        self, ByRole, Candidate, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, RouteChoice, WorkerDemand,
+        WorkerRole,
+    },
     settings::{Costs, PrefillPlace, RouterSettings},
 };
 use std::{
@@ -23,7 +26,7 @@ use tokio::time::Instant;
 
 /// Decides placements. Also measures the duration and the length of answers, from which costs are estimated.
 pub(super) struct Placer {
-    settings: Arc<RouterSettings>,
+    pub(super) settings: Arc<RouterSettings>,
     by_model: BTreeMap<Arc<str>, ModelHistory>,
 }
 
@@ -38,20 +41,31 @@ struct ModelHistory {
     demands: Demands,
 }
 
-/// A decision and the input on which it is based. Lists are in the order of `members`.
-pub(super) struct PlacementDecision<'a> {
+/// A request to place, with what is known of its model.
+#[derive(Clone)]
+pub(super) struct Question<'a> {
     pub(super) model: Arc<str>,
-    /// The members that serve the model.
-    pub(super) members: Vec<&'a Member>,
     pub(super) query: PlacementQuery,
     /// The hashes of the prompt's blocks that a worker may reuse.
     pub(super) hashes: &'a [SequenceHash],
-    pub(super) candidates: Vec<Candidate>,
-    pub(super) costs: Vec<CostsByUse>,
-    pub(super) choice: Result<RouteChoice, NoEligibleWorker>,
+    /// The workers on which an equal prompt was placed, if the request should be placed there.
+    pub(super) equal: Option<&'a v1::EqualPrompt>,
+    pub(super) costs: Costs,
+    pub(super) demand: ByRole<WorkerDemand>,
     pub(super) seed: PlacementSeed,
     /// The speed of the model's answers; 0 before the first answer.
     pub(super) pace: AnswerPace,
+}
+
+/// A decision and the input on which it is based. Lists are in the order of `members`.
+pub(super) struct PlacementDecision<'a> {
+    pub(super) question: Question<'a>,
+    pub(super) all: &'a ClusterMembers,
+    /// The members that serve the model, or those of them that matter.
+    pub(super) members: Vec<&'a Member>,
+    pub(super) candidates: Vec<Candidate>,
+    pub(super) costs: Vec<CostsByUse>,
+    pub(super) choice: Result<RouteChoice, NoEligibleWorker>,
 }
 
 impl ModelHistory {
@@ -66,26 +80,40 @@ impl Placer {
         Self { settings, by_model: BTreeMap::new() }
     }
 
-    /// Decides on which workers to place the request. `attempt` is 1 for the request's first placement. Workers that have failed the
-    /// request, and workers whose circuit breakers are open, are used only if no other worker is eligible.
+    /// Decides on which workers to place the request, and how long it will wait there. `attempt` is 1 for the request's first placement.
+    /// Workers that have failed the request, and workers whose circuit breakers are open, are used only if no other worker is eligible.
+    ///
+    /// # Errors
+    /// No worker is eligible, or the request would wait for too long on every worker.
     pub(super) fn decide<'a>(
         &mut self,
         members: &'a ClusterMembers,
         request: &'a PlacementRequest,
         excluded: &Excluded,
         attempt: u32,
-    ) -> Result<PlacementDecision<'a>, PlacementError> {
-        let mut decision = self.weigh(members, request, attempt, &excluded.failed, Some(members.now()))?;
-        if decision.choice == Err(NoEligibleWorker::AllFailed) {
-            decision = self.weigh(members, request, attempt, &excluded.suspect, None)?;
-        }
-        if !self.by_model.contains_key(&decision.model) {
+    ) -> Result<(PlacementDecision<'a>, RouteChoice, Duration), PlacementError> {
+        let question = self.question(members, request, attempt)?;
+        let model = question.model.clone();
+        let now = members.now();
+        let decided = || {
+            let quick = self.quick(members, &question, request, excluded);
+            if let Some((decision, choice, wait)) = quick.and_then(|decision| decision.at_once(request, now)) {
+                return Ok((decision, choice, wait));
+            }
+            let mut decision = self.weigh(members, question.clone(), request, &excluded.failed, Some(now));
+            if decision.choice == Err(NoEligibleWorker::AllFailed) {
+                decision = self.weigh(members, question.clone(), request, &excluded.suspect, None);
+            }
+            let (choice, wait) = decision.within(request, decision.choice?, now)?;
+            Ok((decision, choice, wait))
+        };
+        let decided = decided();
+        if !self.by_model.contains_key(&model) {
             // The entries of models that no member serves any more are removed here, so that their number stays bounded.
-            let served = members.models();
-            self.by_model.retain(|model, _| served.contains(model));
+            self.by_model.retain(|model, _| members.of_model(model).next().is_some());
         }
-        self.by_model.entry(decision.model.clone()).or_default().placements += 1;
-        Ok(decision)
+        self.by_model.entry(model).or_default().placements += 1;
+        decided
     }
 
     /// Returns the decision for a request that would be placed now for the first time. If several workers have equal costs, the next real
@@ -95,7 +123,8 @@ impl Placer {
         members: &'a ClusterMembers,
         request: &'a PlacementRequest,
     ) -> Result<PlacementDecision<'a>, PlacementError> {
-        self.weigh(members, request, 1, &BTreeSet::new(), Some(members.now()))
+        let question = self.question(members, request, 1)?;
+        Ok(self.weigh(members, question, request, &BTreeSet::new(), Some(members.now())))
     }
 
     /// Records that a worker of this role will compute `tokens` tokens of a prompt to the model.
@@ -129,45 +158,70 @@ impl Placer {
         BookedAnswer { account: request.account.clone(), priority, length: Length { expected, min, max }, samples, since }
     }
 
-    fn weigh<'a>(
+    pub(super) fn question<'a>(
         &self,
-        members: &'a ClusterMembers,
+        members: &ClusterMembers,
         request: &'a PlacementRequest,
         attempt: u32,
-        excluded: &BTreeSet<InstanceId>,
-        breakers_at: Option<Instant>,
-    ) -> Result<PlacementDecision<'a>, PlacementError> {
+    ) -> Result<Question<'a>, PlacementError> {
         let Self { settings, by_model } = self;
         let model = members.requested_model(&request.model)?;
         let history = by_model.get(&model);
-        let placements = history.map_or(0, |history| history.placements);
+        let first = members.of_model(&model).next().expect("a member serves it");
+        let (query, hashes) = query(settings, first.info.block_size, request, attempt);
         let answer_ms = history.and_then(|history| history.answer_ms.get());
-        let all = members;
-        let members: Vec<&Member> = all.of_model(&model).collect();
-        let (query, hashes) = query(settings, members[0].info.block_size, request, attempt);
-        let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
-        let seed = PlacementSeed { seed: settings.seed, number: placements };
-        let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
-        for (candidate, member) in candidates.iter_mut().zip(&members) {
-            candidate.excluded |= request.has_images && !member.info.accepts_images;
-        }
-        for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.queue.is_empty()) {
-            // Tandem's own engines compute the shortest prompt first, other engines the prompt that arrived first.
-            let shortest_first = member.info.transfer_family.is_empty();
-            let own_tokens = candidate.new_tokens(&query, candidate.overlap_blocks.into());
-            let behind = member.queue.behind(&request.account, request.priority, own_tokens, shortest_first);
-            candidate.behind_tokens = candidate.queued_tokens as f64 * behind.share;
-            candidate.behind_prompts = behind.requests;
-            // The request does not wait for prompts that it outranks, and their delay adds no cost.
-            candidate.queued_tokens = (candidate.queued_tokens as f64 * (1.0 - behind.outranked)) as u64;
-        }
-        let demand = history.map(|history| history.demands.per_second(all.now())).unwrap_or_default();
-        let costs = route::costs_by_use(settings.policy, &costs, demand, &query, &candidates);
-        let equal = request.equal_prompt.as_ref().filter(|_| attempt == 1);
-        let with_equal = equal.and_then(|equal| workers_of(equal, &members, &costs));
+        Ok(Question {
+            model,
+            query,
+            hashes,
+            equal: request.equal_prompt.as_ref().filter(|_| attempt == 1),
+            costs: Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs },
+            demand: history.map(|history| history.demands.per_second(members.now())).unwrap_or_default(),
+            seed: PlacementSeed { seed: settings.seed, number: history.map_or(0, |history| history.placements) },
+            pace: history.and_then(ModelHistory::pace).unwrap_or_default(),
+        })
+    }
+
+    /// Computes all costs of all members. This is the reference of [`Self::quick`], and what operators are shown.
+    pub(super) fn weigh<'a>(
+        &self,
+        all: &'a ClusterMembers,
+        question: Question<'a>,
+        request: &'a PlacementRequest,
+        excluded: &BTreeSet<InstanceId>,
+        breakers_at: Option<Instant>,
+    ) -> PlacementDecision<'a> {
+        let Question { query, costs, demand, seed, .. } = question;
+        let members: Vec<&Member> = all.of_model(&question.model).collect();
+        let leading = all.leading(question.hashes);
+        let candidates = question.candidates(all, &members, &leading, request, (excluded, breakers_at));
+        let costs = route::costs_by_use(self.settings.policy, &costs, demand, &query, &candidates);
+        let with_equal = question.equal.and_then(|equal| workers_of(equal, &members, &costs));
         let choice = with_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);
-        let pace = history.and_then(ModelHistory::pace).unwrap_or_default();
-        Ok(PlacementDecision { model, members, query, hashes, candidates, costs, choice, seed, pace })
+        PlacementDecision { question, all, members, candidates, costs, choice }
+    }
+}
+
+impl Question<'_> {
+    /// Returns these members as candidates, in their order. `excluded` are the instances on which the request must not be placed, and the time
+    /// for circuit breakers; without it they are ignored.
+    pub(super) fn candidates(
+        &self,
+        all: &ClusterMembers,
+        members: &[&Member],
+        leading: &Leading,
+        request: &PlacementRequest,
+        (excluded, breakers_at): (&BTreeSet<InstanceId>, Option<Instant>),
+    ) -> Vec<Candidate> {
+        let mut candidates = all.candidates(members, leading, excluded, breakers_at, &self.costs);
+        for (candidate, member) in candidates.iter_mut().zip(members) {
+            candidate.excluded |= request.has_images && !member.info.accepts_images;
+            if !member.queue.is_empty() {
+                let own = candidate.new_tokens(&self.query, candidate.overlap_blocks.into());
+                candidate.set_behind(member.behind(request, own));
+            }
+        }
+        candidates
     }
 }
 
@@ -222,7 +276,7 @@ impl PlacementDecision<'_> {
         v1::Placement {
             decode: Some(describe(choice.decode)),
             prefill: choice.prefill.map(describe),
-            block_size: self.query.block_size,
+            block_size: self.question.query.block_size,
             wait_ms: u32::try_from(wait.as_millis()).unwrap_or(u32::MAX),
             prefix: Some(facts),
         }

@@ -31,7 +31,7 @@ impl PlacementDecision<'_> {
             }
         }
         let mut facts = PrefixFacts {
-            reusable_blocks: self.hashes.len() as u32,
+            reusable_blocks: self.question.hashes.len() as u32,
             expected_blocks: chosen.overlap_blocks,
             held_blocks: chosen.held_blocks,
             known_blocks: chosen.known_blocks,
@@ -42,8 +42,8 @@ impl PlacementDecision<'_> {
         let blocks = |most: Option<(u32, bool, Reverse<usize>)>| most.map(|(blocks, ..)| blocks);
         facts.eligible = eligible.map(known);
         facts.anywhere = anywhere.filter(|_| blocks(anywhere) > blocks(eligible)).map(known).or_else(|| facts.eligible.clone());
-        facts.in_flight_blocks = in_flight.max(members.just_computed(self.hashes));
-        facts.removed = members.removed(self.hashes, facts.known_prefix());
+        facts.in_flight_blocks = in_flight.max(members.just_computed(self.question.hashes));
+        facts.removed = members.removed(self.question.hashes, facts.known_prefix());
         facts
     }
 

@@ -8,11 +8,12 @@ mod models;
 mod peers;
 mod placement;
 mod prefix;
+mod quick;
 mod tiers;
 mod wait;
 
 use super::*;
-use crate::{Costs, PrefillPlace, route::NoEligibleWorker};
+use crate::{Costs, PolicyKind, PrefillPlace, route::NoEligibleWorker};
 use std::collections::BTreeSet;
 use tandem_kv::{Change, KvEvent, Load, Priority, SequenceHash, StoredChain};
 use tandem_proto::v1::{Identity, worker_info};

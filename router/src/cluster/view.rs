@@ -68,7 +68,7 @@ impl ClusterState {
                 .unavailable_reason(model, self.settings.prefill)
                 .map(|reason| self.explained(reason)),
         };
-        self.members.models().into_iter().filter(|model| only.is_empty() || ***model == *only).map(view).collect()
+        self.members.models().filter(|model| only.is_empty() || ***model == *only).map(view).collect()
     }
 
     /// Returns the router's view of the cluster: its members, bookings and unavailable workers.

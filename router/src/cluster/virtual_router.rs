@@ -248,6 +248,6 @@ impl ClusterState {
     /// Returns each member as a candidate for a placement. No member is excluded.
     pub(crate) fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
         let members: Vec<&Member> = self.members.values().collect();
-        self.members.candidates(&members, hashes, &BTreeSet::new(), None, &self.settings.costs)
+        self.members.candidates(&members, &self.members.leading(hashes), &BTreeSet::new(), None, &self.settings.costs)
     }
 }

@@ -1,16 +1,15 @@
 //! Refuses requests that would wait too long in the queue (docs/adr/035-admission-by-wait.md).
 
 use super::{
-    members::Member,
-    placement::PlacementDecision,
+    placement::{PlacementDecision, Question},
     request::{PlacementError, PlacementRequest},
 };
 use crate::{
     places::Room,
     prefill_queue::QueueEntry,
-    route::{self, Cost, CostsByUse, RouteChoice, WorkerRole},
+    route::{self, ByRole, Cost, CostsByUse, RouteChoice, WorkerRole},
 };
-use std::time::Duration;
+use std::{cell::OnceCell, time::Duration};
 use tokio::time::Instant;
 
 /// The assumed speed of a queue whose speed was not measured, as a fraction of its worker's prefill rate. Decoding, and the fixed times of
@@ -22,11 +21,17 @@ struct Waits<'a> {
     decision: &'a PlacementDecision<'a>,
     request: QueueEntry,
     now: Instant,
-    /// The mean speed of the queues of prefill workers and of those of decode workers; `None`: the speed of no queue is known.
-    prefill_speed: Option<f64>,
-    decode_speed: Option<f64>,
-    /// The mean prefill rate of the workers that have measured one; `None`: no worker has.
-    mean_rate: Option<f64>,
+    /// They are computed only if they are needed.
+    means: OnceCell<MeanSpeeds>,
+}
+
+/// Means over all workers of a model; `None` where no worker has measured anything.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MeanSpeeds {
+    /// The speed of the queues of prefill workers and of those of decode workers.
+    pub(super) queue: ByRole<Option<f64>>,
+    /// The prefill rate.
+    pub(super) rate: Option<f64>,
 }
 
 /// How long the request would wait for each use of one worker, in milliseconds. The wait for a prefill worker and a decode worker is the
@@ -42,12 +47,20 @@ impl PlacementDecision<'_> {
     /// Returns how many prompt tokens the request has to compute with this choice.
     pub(super) fn new_tokens(&self, choice: RouteChoice) -> u64 {
         let computes = &self.candidates[choice.prefill.unwrap_or(choice.decode)];
-        computes.new_tokens(&self.query, u64::from(computes.overlap_blocks) + u64::from(computes.predicted_blocks))
+        computes.new_tokens(&self.question.query, u64::from(computes.overlap_blocks) + u64::from(computes.predicted_blocks))
     }
 
     /// Returns the request's entry in the queue of the chosen worker.
     pub(super) fn waiting(&self, request: &PlacementRequest, choice: RouteChoice) -> QueueEntry {
         QueueEntry::new(request.account.clone(), request.priority, self.new_tokens(choice))
+    }
+
+    /// Returns the decision with its choice and the estimated wait in the queue; `None` if there is no choice, or if the wait exceeds the
+    /// request's limit.
+    pub(super) fn at_once(self, request: &PlacementRequest, now: Instant) -> Option<(Self, RouteChoice, Duration)> {
+        let choice = self.choice.ok()?;
+        let wait_ms = wait_of(choice, |at| Waits::new(&self, self.waiting(request, choice), now).by_use(at));
+        (wait_ms <= max_ms(request)).then_some((self, choice, from_ms(wait_ms)))
     }
 
     /// Returns `choice`, the cheapest one, with the estimated wait in the queue. If that wait exceeds the request's limit, returns the
@@ -62,7 +75,7 @@ impl PlacementDecision<'_> {
         now: Instant,
     ) -> Result<(RouteChoice, Duration), PlacementError> {
         let waits = Waits::new(self, self.waiting(request, choice), now);
-        let max_ms = request.max_wait.map_or(f64::INFINITY, |max_wait| max_wait.as_secs_f64() * 1e3);
+        let max_ms = max_ms(request);
         let wait_ms = wait_of(choice, |at| waits.by_use(at));
         if wait_ms <= max_ms {
             return Ok((choice, from_ms(wait_ms)));
@@ -97,25 +110,17 @@ impl PlacementDecision<'_> {
             decode: costs.decode.and_then(|of_use| cost(of_use, wait.decode)),
             local: costs.local.and_then(|of_use| cost(of_use, wait.local)),
         });
-        route::place(&costs.collect::<Vec<_>>(), &self.query, &self.candidates, self.seed).ok()
+        route::place(&costs.collect::<Vec<_>>(), &self.question.query, &self.candidates, self.question.seed).ok()
     }
 }
 
 impl<'a> Waits<'a> {
     fn new(decision: &'a PlacementDecision<'a>, request: QueueEntry, now: Instant) -> Self {
-        let mean = |role: WorkerRole| {
-            let of_role = decision.members.iter().filter(|member| member.role == role);
-            average(of_role.filter_map(|member| member.queue.speed(now)))
-        };
-        let rate = |member: &&Member| Some(member.load.prefill_tokens_per_second).filter(|rate| *rate > 0.0);
-        Self {
-            decision,
-            request,
-            now,
-            prefill_speed: mean(WorkerRole::Prefill),
-            decode_speed: mean(WorkerRole::Decode),
-            mean_rate: average(decision.members.iter().filter_map(rate)),
-        }
+        Self { decision, request, now, means: OnceCell::new() }
+    }
+
+    fn means(&self) -> &MeanSpeeds {
+        self.means.get_or_init(|| self.decision.all.mean_speeds(&self.decision.question.model, self.now))
     }
 
     /// Estimates the waits for one candidate. If the speed of its queue is not known, the mean speed of the queues of its role is assumed.
@@ -123,8 +128,7 @@ impl<'a> Waits<'a> {
     /// refuses no request.
     fn by_use(&self, at: usize) -> WaitByUse {
         let member = self.decision.members[at];
-        let mean = if member.role == WorkerRole::Prefill { self.prefill_speed } else { self.decode_speed };
-        let speed = member.queue.speed(self.now).or(mean);
+        let speed = member.queue.speed(self.now).or_else(|| self.means().queue.of(member.role));
         let queue = member.queue.wait(&self.request, speed.unwrap_or(f64::INFINITY), self.now);
         let line_ms = (queue.as_secs_f64() * 1e3).max(if speed.is_some() { 0.0 } else { self.queue_ms(at) });
         let place_ms = if member.role == WorkerRole::Decode { self.place(at).as_secs_f64() * 1e3 } else { 0.0 };
@@ -133,7 +137,8 @@ impl<'a> Waits<'a> {
 
     /// Estimates how long the request waits for a place in the batch and for blocks on this decode worker.
     fn place(&self, at: usize) -> Duration {
-        let Self { decision: PlacementDecision { members, candidates, query, pace, .. }, request, now, .. } = self;
+        let Self { decision: PlacementDecision { members, candidates, question, .. }, request, now, .. } = self;
+        let Question { query, pace, .. } = question;
         let candidate = &candidates[at];
         let known = u64::from(candidate.overlap_blocks);
         let room = Room {
@@ -157,9 +162,14 @@ impl<'a> Waits<'a> {
     /// measured none. Returns 0 before any worker has measured a rate.
     fn queue_ms(&self, at: usize) -> f64 {
         let own = self.decision.members[at].load.prefill_tokens_per_second;
-        let Some(rate) = Some(own).filter(|rate| *rate > 0.0).or(self.mean_rate) else { return 0.0 };
+        let Some(rate) = Some(own).filter(|rate| *rate > 0.0).or_else(|| self.means().rate) else { return 0.0 };
         self.decision.candidates[at].queued_tokens as f64 / (rate * EFFICIENCY) * 1e3
     }
+}
+
+/// Returns how long the request may wait.
+fn max_ms(request: &PlacementRequest) -> f64 {
+    request.max_wait.map_or(f64::INFINITY, |max_wait| max_wait.as_secs_f64() * 1e3)
 }
 
 /// Returns the wait for a choice in milliseconds. `by_use` returns the waits for one candidate.
@@ -168,11 +178,6 @@ fn wait_of(choice: RouteChoice, by_use: impl Fn(usize) -> WaitByUse) -> f64 {
         None => by_use(choice.decode).local,
         Some(prefill) => by_use(prefill).prefill.max(by_use(choice.decode).decode),
     }
-}
-
-fn average(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
-    (count > 0.0).then(|| sum / count)
 }
 
 /// Converts milliseconds; absurd estimates become the longest duration, and negative ones the shortest.

@@ -1,7 +1,7 @@
 //! The input of a placement: the query, and the state of each worker.
 
-use crate::{rates::Measurement, settings::PrefillPlace};
-use std::sync::Arc;
+use super::numbers::OfPrompt;
+use crate::{prefill_queue::Behind, rates::Measurement, settings::PrefillPlace};
 use tandem_kv::ByTier;
 
 /// The role of a worker. A decode worker may also prefill.
@@ -12,6 +12,10 @@ pub enum WorkerRole {
     /// It generates.
     Decode,
 }
+
+/// The number of a transfer family. Workers of one family exchange KV. The numbers are small, so that they index lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FamilyId(pub(crate) u16);
 
 /// A value for each role.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -63,8 +67,16 @@ pub struct PlacementQuery {
 impl PlacementQuery {
     /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last, and returns no logits. Therefore
     /// prompts whose logits are requested, and prompts of one token, are prefilled on the decode worker, whatever the settings say.
-    pub(super) fn allowed_prefill(&self) -> PrefillPlace {
+    pub(crate) fn allowed_prefill(&self) -> PrefillPlace {
         if self.prompt_logits || self.prompt_tokens <= 1 { PrefillPlace::Local } else { self.prefill }
+    }
+
+    /// Returns how many tokens a worker of this role would compute if its first `known_blocks` blocks need not be computed.
+    #[inline]
+    pub(crate) fn new_tokens(&self, role: WorkerRole, known_blocks: u64) -> u64 {
+        let last_token_computed_on_decode = u64::from(role == WorkerRole::Prefill);
+        let needed = u64::from(self.prompt_tokens).saturating_sub(last_token_computed_on_decode);
+        needed.saturating_sub(known_blocks * u64::from(self.block_size))
     }
 }
 
@@ -83,7 +95,7 @@ pub struct Candidate {
     /// The role.
     pub role: WorkerRole,
     /// The transfer family: a prefill worker can serve only decode workers of its own family. `None`: the worker never exchanges KV.
-    pub family: Option<Arc<str>>,
+    pub family: Option<FamilyId>,
     /// Whether the worker is a decode worker that computes no prompts.
     pub needs_prefill_worker: bool,
     /// Whether the request must not be placed on the worker.
@@ -142,9 +154,20 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// Whether the request may be placed on the worker.
+    pub(crate) fn is_eligible(&self, query: &PlacementQuery) -> bool {
+        !self.excluded && self.fits(query)
+    }
+
     /// Whether the prompt fits into the worker's cache and context.
     pub(super) fn fits(&self, query: &PlacementQuery) -> bool {
         u64::from(query.prompt_tokens) <= self.tokens_max
+    }
+
+    /// Records which queued prompts would be computed after this one.
+    pub(crate) fn set_behind(&mut self, behind: Behind) {
+        let OfPrompt { queued_tokens, behind_tokens, behind_prompts, .. } = OfPrompt::from(&*self).with_behind(behind);
+        (self.queued_tokens, self.behind_tokens, self.behind_prompts) = (queued_tokens, behind_tokens, behind_prompts);
     }
 
     /// Returns how many cached blocks of the prompt the worker would load to its device.
@@ -159,8 +182,6 @@ impl Candidate {
 
     /// Returns how many tokens of the prompt the worker would compute if its first `known_blocks` blocks need not be computed.
     pub(crate) fn new_tokens(&self, query: &PlacementQuery, known_blocks: u64) -> u64 {
-        let last_token_computed_on_decode = u64::from(self.role == WorkerRole::Prefill);
-        let needed = u64::from(query.prompt_tokens).saturating_sub(last_token_computed_on_decode);
-        needed.saturating_sub(known_blocks * u64::from(query.block_size))
+        query.new_tokens(self.role, known_blocks)
     }
 }

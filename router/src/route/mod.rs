@@ -5,15 +5,15 @@
 
 mod candidate;
 mod family;
+mod numbers;
 mod policy;
 
-pub use candidate::{ByRole, Candidate, PlacementQuery, TierLoads, WorkerDemand, WorkerRole};
-pub use family::{WorkerPair, cheapest_pair, paired_families};
-pub use policy::{Cost, PlacementSeed};
+pub use candidate::{ByRole, Candidate, FamilyId, PlacementQuery, TierLoads, WorkerDemand, WorkerRole};
+pub use family::{Cheapest, WorkerPair, cheapest_pair, paired_families};
+pub use numbers::{OfPrompt, WorkerNumbers};
+pub use policy::{Cost, PlacementSeed, RouteRates};
 
 use crate::settings::{Costs, PolicyKind, PrefillPlace};
-use family::{cheapest, ranked};
-use policy::{RouteRates, Sender};
 use std::collections::BTreeSet;
 
 /// The chosen workers, as positions in the slice of candidates.
@@ -72,25 +72,12 @@ pub fn place(
     workers: &[Candidate],
     placement: PlacementSeed,
 ) -> Result<RouteChoice, NoEligibleWorker> {
-    let alone = || {
-        let local = costs.iter().enumerate().filter_map(|(at, costs)| ranked(costs.local, at, placement));
-        cheapest(local)
-    };
-    let pair = || cheapest_pair(costs, workers, placement);
-    let remote = |WorkerPair { prefill, decode }| RouteChoice { decode, prefill: Some(prefill) };
-    let local = |decode| RouteChoice { decode, prefill: None };
-
-    match (query.allowed_prefill(), alone()) {
-        (PrefillPlace::Remote, _) => Ok(remote(pair().ok_or_else(|| why_no_pair(workers, query))?.workers)),
-        (PrefillPlace::Local, Some(alone)) => Ok(local(alone.workers)),
-        (PrefillPlace::Auto, Some(alone)) => {
-            let cheaper_pair = pair().filter(|pair| pair.cost < alone.cost);
-            Ok(cheaper_pair.map_or_else(|| local(alone.workers), |pair| remote(pair.workers)))
-        }
-        (PrefillPlace::Local | PrefillPlace::Auto, None) => {
-            Ok(remote(pair().ok_or_else(|| why_no_decode_worker(workers, query))?.workers))
-        }
-    }
+    let allowed = query.allowed_prefill();
+    let choice = Cheapest::of(costs, workers, placement).choice(allowed);
+    choice.ok_or_else(|| match allowed {
+        PrefillPlace::Remote => why_no_pair(workers, query),
+        PrefillPlace::Local | PrefillPlace::Auto => why_no_decode_worker(workers, query),
+    })
 }
 
 /// Returns the cost of each use of each worker, in the order of `workers`.
@@ -101,49 +88,23 @@ pub fn costs_by_use(
     query: &PlacementQuery,
     workers: &[Candidate],
 ) -> Vec<CostsByUse> {
-    let mut rates = RouteRates::new(costs, demand, workers);
-    let allowed = query.allowed_prefill();
-    let is_eligible = |worker: &Candidate| !worker.excluded && worker.fits(query);
-    let paired = match allowed {
-        PrefillPlace::Local if query.prompt_logits => BTreeSet::new(),
-        // Decode workers that compute no prompts need a prefill worker for every request.
-        PrefillPlace::Local => {
-            families(workers, |worker| is_eligible(worker) && (worker.role == WorkerRole::Prefill || worker.needs_prefill_worker))
-        }
-        PrefillPlace::Auto | PrefillPlace::Remote => families(workers, is_eligible),
-    };
-    let is_paired = |worker: &Candidate| worker.family.as_deref().is_some_and(|family| paired.contains(family));
+    let numbers: Vec<WorkerNumbers> = workers.iter().map(Into::into).collect();
+    let eligible = workers.iter().map(|worker| worker.is_eligible(query));
+    let tiers = workers.iter().filter_map(|worker| worker.tiers.as_deref());
+    let mut rates = RouteRates::new(policy, (costs, 1.0), demand, query, numbers.iter().zip(eligible), tiers);
     let mut by_use = vec![CostsByUse::default(); workers.len()];
-    let estimate = |by_use: &mut [CostsByUse],
-                    role,
-                    is_usable: &dyn Fn(&Candidate) -> bool,
-                    set: &dyn Fn(&mut CostsByUse, &Candidate, usize)| {
-        let is_eligible = |at: &usize| workers[*at].role == role && is_eligible(&workers[*at]) && is_usable(&workers[*at]);
-        let eligible: Vec<usize> = (0..workers.len()).filter(is_eligible).collect();
-        eligible.iter().for_each(|at| set(&mut by_use[*at], &workers[*at], eligible.len()));
-    };
-    estimate(&mut by_use, WorkerRole::Prefill, &is_paired, &|costs, worker, count| {
-        costs.prefill = Some(policy.prefill(query, &rates, worker, count));
-    });
-    let senders = by_use.iter().zip(workers).filter_map(|(costs, worker)| Some((costs.prefill?, worker)));
-    for (cost, worker) in senders {
-        let sender = Sender { cost: cost.total(), compute_ms: cost.compute_ms, step_tokens: worker.step_tokens };
-        rates.add_sender(&worker.family, sender);
-    }
-    estimate(&mut by_use, WorkerRole::Decode, &is_paired, &|costs, worker, _| {
-        costs.decode = Some(policy.decode(query, &rates, worker));
-    });
-    if allowed != PrefillPlace::Remote {
-        estimate(&mut by_use, WorkerRole::Decode, &|worker| !worker.needs_prefill_worker, &|costs, worker, count| {
-            costs.local = Some(policy.local(query, &rates, worker, count));
-        });
+    for role in [WorkerRole::Prefill, WorkerRole::Decode] {
+        let of_role = |worker: &Candidate| worker.role == role && worker.is_eligible(query);
+        for (by_use, worker) in by_use.iter_mut().zip(workers).filter(|(_, worker)| of_role(worker)) {
+            *by_use = rates.costs(worker);
+        }
     }
     by_use
 }
 
 /// Returns [`paired_families`] of the workers for which `is_one` is true.
-fn families(workers: &[Candidate], is_one: impl Fn(&Candidate) -> bool) -> BTreeSet<&str> {
-    paired_families(workers.iter().filter(|worker| is_one(worker)).map(|worker| (worker.role, worker.family.as_deref())))
+fn families(workers: &[Candidate], is_one: impl Fn(&Candidate) -> bool) -> BTreeSet<FamilyId> {
+    paired_families(workers.iter().filter(|worker| is_one(worker)).map(|worker| (worker.role, worker.family)))
 }
 
 fn has_role(workers: &[Candidate], role: WorkerRole) -> bool {

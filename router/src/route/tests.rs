@@ -14,7 +14,7 @@ fn measured(value: f64) -> Option<Measurement> {
 fn worker(role: WorkerRole) -> Candidate {
     Candidate {
         role,
-        family: Some("".into()),
+        family: Some(FamilyId(0)),
         needs_prefill_worker: false,
         excluded: false,
         tokens_max: 100_000,

@@ -2,7 +2,8 @@
 
 use super::{ClusterMembers, Member, MemberPrefix};
 use crate::{
-    cluster::loads,
+    cluster::{findings::Correction, loads},
+    index::WorkerSlot,
     rates::Measurement,
     route::{Candidate, TierLoads},
     settings::Costs,
@@ -12,38 +13,94 @@ use tandem_kv::{ByTier, InstanceId, SequenceHash, Tier};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
+/// How many leading blocks of a prompt each worker has, by its slot. Workers beyond the end of a list have none.
+pub(in crate::cluster) struct Leading {
+    /// Blocks that the worker has reported, as far as it can reuse them.
+    reported: Vec<u32>,
+    /// All blocks that the worker has reported; empty if every worker can reuse all of them.
+    held: Vec<u32>,
+    /// Blocks that the worker is about to compute.
+    predicted: Vec<u32>,
+    /// Blocks that the worker has computed, but reports late.
+    unreported: Vec<u32>,
+    /// Blocks in the chain of each tier; empty if no worker reports tiers.
+    chains: Vec<ByTier<Option<u32>>>,
+}
+
+impl Leading {
+    fn of(list: &[u32], slot: WorkerSlot) -> u32 {
+        list.get(slot.0 as usize).copied().unwrap_or(0)
+    }
+
+    /// Whether the worker may have any blocks of the prompt, apart from those in a shared store.
+    pub(super) fn any(&self, slot: WorkerSlot) -> bool {
+        let Self { reported, held, predicted, unreported, .. } = self;
+        [reported, held, predicted, unreported].into_iter().any(|list| Self::of(list, slot) > 0)
+    }
+
+    pub(in crate::cluster) fn has_tiers(&self) -> bool {
+        !self.chains.is_empty()
+    }
+}
+
 impl ClusterMembers {
+    pub(in crate::cluster) fn leading(&self, hashes: &[SequenceHash]) -> Leading {
+        let (reported, held) = self.index.lookup(hashes);
+        let predicted = self.predictions.leading_blocks(hashes);
+        let unreported = self.unreported.leading_blocks(hashes, self.now());
+        Leading { reported, held, predicted, unreported, chains: self.index.tier_chains(hashes) }
+    }
+
+    /// Returns how much of the prompt the worker in this slot has, given the blocks in its shared store. Also returns how many leading
+    /// blocks it has reported, and how many are on its device although it has not reported them.
+    pub(super) fn prefix(
+        &self,
+        leading: &Leading,
+        slot: WorkerSlot,
+        correction: Correction,
+        stored: u32,
+    ) -> (MemberPrefix, [u32; 2]) {
+        let Leading { reported, held, predicted, unreported, .. } = leading;
+        let [own, late, computed] = [reported, unreported, predicted].map(|list| Leading::of(list, slot));
+        // Without its reuse points, it is unknown how much of an unreported prompt a hybrid model can reuse.
+        let is_known = late.max(stored) > own && !self.index.has_first(slot, SequenceHash::REUSE_POINTS);
+        let (late, stored) = if is_known { (late, stored) } else { (0, 0) };
+        let indexed = own.max(stored);
+        let held = if held.is_empty() { indexed } else { Leading::of(held, slot).max(stored) };
+        let reported = indexed.max(late);
+        let prefix = MemberPrefix {
+            held_blocks: held.max(reported),
+            reported_blocks: reported,
+            known_blocks: indexed.max(computed),
+            overlap_blocks: correction.apply(reported),
+            computed_blocks: computed,
+        };
+        (prefix, [own, late.max(computed)])
+    }
+
     /// Returns each of these members as a candidate for a placement, in their order. A member is marked as excluded if it is in `excluded`,
     /// or if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
     pub(in crate::cluster) fn candidates(
         &self,
         members: &[&Member],
-        hashes: &[SequenceHash],
+        leading: &Leading,
         excluded: &BTreeSet<InstanceId>,
         breakers_at: Option<Instant>,
         costs: &Costs,
     ) -> Vec<Candidate> {
-        let ((reported, held), predicted, now) = (self.index.lookup(hashes), self.predictions.leading_blocks(hashes), self.now());
-        let unreported = self.unreported.leading_blocks(hashes, now);
-        let chains = self.index.tier_chains(hashes);
+        let (now, chains) = (self.now(), &leading.chains);
+        let scale = self.ages.scale(now);
         let chains_of = |member: &Member| chains.get(member.slot.0 as usize).copied().unwrap_or([None; 4]);
         let stores = if chains.is_empty() { BTreeMap::new() } else { self.store_blocks(&chains_of) };
-        let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            let (own, late, computed) = (of(&reported, member), of(&unreported, member), of(&predicted, member));
             let stored = stores.get(&*member.info.shared_store).copied().unwrap_or(0);
-            // Without its reuse points, it is unknown how much of an unreported prompt a hybrid model can reuse.
-            let is_known = late.max(stored) > own && !self.index.has_first(member.slot, SequenceHash::REUSE_POINTS);
-            let (late, stored) = if is_known { (late, stored) } else { (0, 0) };
-            let indexed = own.max(stored);
-            let held = if held.is_empty() { indexed } else { of(&held, member).max(stored) };
-            let prefix = member.prefix(held, indexed, indexed.max(late), computed);
-            let tiers = (!chains.is_empty()).then(|| {
-                let blocks = loads::tier_blocks(chains_of(member), own, late.max(computed), prefix.overlap_blocks);
+            let (prefix, [own, on_device]) = self.prefix(leading, member.slot, member.findings.correction(), stored);
+            let tiers = leading.has_tiers().then(|| {
+                let blocks = loads::tier_blocks(chains_of(member), own, on_device, prefix.overlap_blocks);
                 Box::new(TierLoads { blocks, ms_per_token: member.loads.measurements(now, costs) })
             });
-            Candidate { excluded, tiers, ..member.candidate(prefix, now, costs) }
+            Candidate { excluded, tiers, ..member.candidate(prefix, Some(scale)) }
         };
         members.iter().map(candidate).collect()
     }
@@ -60,12 +117,14 @@ impl ClusterMembers {
 }
 
 impl Member {
-    /// Returns the member as a candidate for a placement. The older its measurements are, the less weight they have.
-    pub(in crate::cluster) fn candidate(&self, prefix: MemberPrefix, now: Instant, costs: &Costs) -> Candidate {
+    /// Returns the member as a candidate for a placement. `scale` is the present scale of the weights of its measurements; `None`: the
+    /// weights are stamps.
+    pub(in crate::cluster) fn candidate(&self, prefix: MemberPrefix, scale: Option<f64>) -> Candidate {
         let Self { load, bookings, info, measured, .. } = self;
-        let weight = |at: Instant| Measurement::weight(now.duration_since(at), costs);
-        let (prefilled, decoded) = (weight(self.prefilled_at), weight(self.decoded_at));
-        let measurement = |log: Option<f64>, weight| log.map(|log| Measurement::new(log, weight));
+        let measurement = |log: Option<f64>, stamp| {
+            let measured = Measurement::new(log?, stamp);
+            Some(scale.map_or(measured, |scale| measured.aged(scale)))
+        };
         let capacity = u64::from(info.capacity_blocks) * u64::from(info.block_size);
         let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
         let filled =
@@ -82,7 +141,7 @@ impl Member {
             known_blocks: prefix.known_blocks,
             overlap_blocks: prefix.overlap_blocks,
             tiers: None,
-            predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),
+            predicted_blocks: prefix.predicted_blocks(),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
             queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens),
             behind_tokens: 0.0,
@@ -95,23 +154,11 @@ impl Member {
             step_tokens: info.step_tokens,
             local_share: self.local_share,
             block_bytes: info.block_bytes,
-            prefill_tokens_per_second: measurement(measured.prefill_tokens_per_second, prefilled),
-            prefill_fixed_ms: measurement(measured.prefill_fixed_ms, prefilled),
-            decode_step_ms: measurement(measured.decode_step_ms, decoded),
+            prefill_tokens_per_second: measurement(measured.prefill_tokens_per_second, self.prefilled),
+            prefill_fixed_ms: measurement(measured.prefill_fixed_ms, self.prefilled),
+            decode_step_ms: measurement(measured.decode_step_ms, self.decoded),
             prompt_share: if load.prompt_share > 0.0 { load.prompt_share } else { 1.0 },
-            transfer_bytes_per_second: measurement(measured.transfer_bytes_per_second, 1.0),
-        }
-    }
-
-    /// Combines four numbers of a prompt's leading blocks: those that the index has (`held`), those of them that can be reused (`indexed`),
-    /// those that count as reported, and those that other prompts are about to compute.
-    pub(in crate::cluster) fn prefix(&self, held: u32, indexed: u32, reported: u32, computed: u32) -> MemberPrefix {
-        MemberPrefix {
-            held_blocks: held.max(reported),
-            reported_blocks: reported,
-            known_blocks: indexed.max(computed),
-            overlap_blocks: self.findings.correction().apply(reported),
-            computed_blocks: computed,
+            transfer_bytes_per_second: measured.transfer_bytes_per_second.map(|log| Measurement::new(log, 1.0)),
         }
     }
 
@@ -143,5 +190,12 @@ impl Member {
             }
         }
         self.series.findings.reports_nothing.set(f64::from(u8::from(self.findings.is_silent())));
+    }
+}
+
+impl MemberPrefix {
+    /// Returns how many blocks after those that the engine will find are about to be computed.
+    pub(super) fn predicted_blocks(self) -> u32 {
+        self.computed_blocks.saturating_sub(self.overlap_blocks)
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tandem_proto::v1::WorkerInfo;
 
 /// Returns the models that a worker serves: its own, then its LoRAs.
-pub(super) fn models_of(info: &WorkerInfo) -> impl Iterator<Item = &str> {
+fn models_of(info: &WorkerInfo) -> impl Iterator<Item = &str> {
     std::iter::once(&*info.model).chain(info.loras.iter().map(String::as_str))
 }
 
@@ -34,11 +34,34 @@ impl ClusterMembers {
     pub(crate) fn set_loras(&mut self, id: MemberId, info: &WorkerInfo) -> Result<(), JoinError> {
         let is_other = |other: &&WorkerInfo| other.instance_id != info.instance_id;
         self.values().map(|member| &member.info).filter(is_other).try_for_each(|other| check_models(info, other))?;
-        let models = models_of(info).map(|model| self.shared(model)).collect();
-        let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
+        let Some(at) = self.at(id) else { return Ok(()) };
+        let member = &mut self.all[at];
         member.series.show_models(&member.info, 0.0);
         member.series.show_models(info, 1.0);
-        (member.info.loras, member.models) = (info.loras.clone(), models);
+        member.info.loras.clone_from(&info.loras);
+        self.remove_models(at);
+        self.add_models(at, info);
         Ok(())
+    }
+
+    /// Adds the member at this position to the lists of the models that it serves.
+    pub(super) fn add_models(&mut self, at: usize, info: &WorkerInfo) {
+        for model in models_of(info) {
+            if !self.by_model.contains_key(model) {
+                self.by_model.insert(model.into(), Vec::new());
+            }
+            let list = self.by_model.get_mut(model).expect("it was inserted");
+            if let Err(place) = list.binary_search(&(at as u32)) {
+                list.insert(place, at as u32);
+            }
+        }
+    }
+
+    /// Removes the member at this position from the lists of all models.
+    pub(super) fn remove_models(&mut self, at: usize) {
+        self.by_model.retain(|_, list| {
+            list.retain(|other| *other as usize != at);
+            !list.is_empty()
+        });
     }
 }

@@ -1,7 +1,6 @@
 //! Tests of membership: which workers may join, and how their events and measurements are recorded.
 
 use super::*;
-use crate::cluster::members::MemberPrefix;
 use std::time::Duration;
 use tandem_proto::v1::UnavailableWorker;
 
@@ -104,8 +103,8 @@ fn short_prefills_do_not_renew_the_weight_of_an_old_rate() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let id = scenario.member("p0");
     let weight = |scenario: &Scenario| {
-        let candidate = scenario.state.members.get(id).candidate(MemberPrefix::default(), Instant::now(), &Costs::default());
-        candidate.prefill_tokens_per_second.expect("the prefill rate is measured").weight
+        let candidates = scenario.state.candidates(&[]);
+        candidates[0].prefill_tokens_per_second.expect("the prefill rate is measured").weight
     };
     let report = |scenario: &mut Scenario, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
         let load = Load { prefill_tokens_per_second: rate, prefill_measurements, ..Default::default() };

@@ -4,7 +4,7 @@ use super::*;
 use proptest::{collection::vec, option, prelude::*};
 
 fn of(family: &str, worker: Candidate) -> Candidate {
-    Candidate { family: Some(family.into()), ..worker }
+    Candidate { family: Some(FamilyId(family.len() as u16)), ..worker }
 }
 
 fn alone(worker: Candidate) -> Candidate {
@@ -55,10 +55,10 @@ fn bandwidth_is_estimated_for_each_transfer_family_separately() {
 }
 
 fn any_worker() -> impl Strategy<Value = Candidate> {
-    let family = option::of(prop_oneof![Just(""), Just("a"), Just("b")]);
+    let family = option::of(prop_oneof![Just(0), Just(1), Just(2)]);
     (any::<(bool, bool, bool, bool)>(), family, 0..2_000_u64, 0..20_u32, 0..6_u32).prop_map(
         |((prefills, excluded, is_small, needs_prefill_worker), family, queued_tokens, sequences, overlap_blocks)| Candidate {
-            family: family.map(Into::into),
+            family: family.map(FamilyId),
             excluded,
             tokens_max: if is_small { 99 } else { 100_000 },
             queued_tokens,
