@@ -234,7 +234,6 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--slo-itl", "20"],
             "--slo-itl has no effect with --engine vllm",
         ),
-        (&["epp"], "--engine vllm needs --model here"),
         (&["epp", "--engine", "sglang", "--engine-url", "http://1.2.3.4:1"], "only vLLM servers can be observed"),
         (&["epp", "--engine-url", "http://1.2.3.4:1", "--api-keys-file", "x"], "--api-keys-file has no effect with `tandem epp`"),
         (&["epp", "--engine-url", "http://1.2.3.4:1", "--observe", "1.2.3.4:1"], "--observe is for decode workers"),
@@ -305,8 +304,10 @@ fn ports_and_localhost_are_addresses_of_this_machine() {
 fn frontend_of_external_engines_needs_their_model() {
     // The tests may run with TANDEM_MODEL set.
     if std::env::var_os("TANDEM_MODEL").is_none() {
-        let error = command(&["frontend", "--engine", "vllm"]).expect_err("the frontend has no tokenizer");
-        assert!(error.contains("--engine vllm needs --model"), "{error}");
+        for args in [&["frontend", "--engine", "vllm"][..], &["epp"]] {
+            let error = command(args).expect_err("the process has no tokenizer");
+            assert!(error.contains("--engine vllm needs --model"), "{error}");
+        }
     }
     command(&["frontend", "--engine", "vllm", "--model", "hf:a/b"]).expect("the arguments are valid");
 }
