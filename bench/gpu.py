@@ -92,7 +92,8 @@ class Bench:
             output = ("".join(lines) + errors.read()).strip()
         if late.is_set():
             return None, f"{output} (ended after {seconds:.0f} seconds)"
-        return status, output
+        # A program that a signal ends prints no reason.
+        return status, f"{output} (ended by signal {-status})" if status < 0 else output
 
     def expect(self, name, *arguments, wanted=None, seconds=60):
         """Runs the benchmark program, and records whether its output is the wanted one. Returns the output, or None."""

@@ -244,6 +244,15 @@ impl EngineHandle {
         *self.busy_since.borrow()
     }
 
+    /// Drops this handle, and waits until the engine's thread has released the engine and its device's memory. All other handles and all jobs
+    /// must be dropped, too.
+    pub async fn release(self) {
+        let mut load = self.load.clone();
+        drop(self);
+        // The driver drops its fields in the order of their declaration, so the load's sender goes after the engine.
+        while load.changed().await.is_ok() {}
+    }
+
     async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(command(reply)).await.ok()?;

@@ -64,9 +64,8 @@ pub(super) fn replayed(model: &CudaModel) -> Outcome<()> {
             all.push(line);
         }
         drop(jobs);
-        // The engine's thread must not be in a driver call when the process ends. It would free the GPU's memory if the handle was dropped.
-        handle.wait_for_load(|load| load.in_use_blocks == 0).await;
-        std::mem::forget(handle);
+        // The engine's thread must not be in a driver call when the process ends.
+        handle.release().await;
         Ok::<_, Box<dyn Error>>(all)
     })?;
     for (prompt, line) in prompts.iter().zip(&tokens) {

@@ -34,8 +34,8 @@ pub(super) fn decode(model: &CudaModel, batch: usize, context: usize, sampling: 
             }
         }
         drop(jobs);
-        // The engine's thread must not be in a driver call when the process ends.
-        engine.wait_for_load(|load| load.in_use_blocks == 0).await;
+        // The engine's memory must be free for the next case, and its thread must not be in a driver call when the process ends.
+        engine.release().await;
         Ok(median(line.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()))
     })
 }

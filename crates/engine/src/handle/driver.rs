@@ -44,6 +44,7 @@ struct Subscriber {
 }
 
 pub(super) struct Driver {
+    /// The first field: it is dropped before the senders, whose receivers then know that the engine is released.
     engine: Box<dyn Engine>,
     machine: Machine,
     commands: mpsc::Receiver<Command>,

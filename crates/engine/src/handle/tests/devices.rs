@@ -10,11 +10,12 @@ struct Device {
     broken: bool,
     lost: bool,
     nans_after: Option<u32>,
+    memory: Arc<()>,
 }
 
 impl Device {
     fn new() -> Self {
-        Self { sim: SimEngine::new(SimSettings::default()), broken: false, lost: false, nans_after: None }
+        Self { sim: SimEngine::new(SimSettings::default()), broken: false, lost: false, nans_after: None, memory: Arc::default() }
     }
 
     fn copies(&self) -> Result<(), EngineError> {
@@ -165,4 +166,16 @@ async fn request_whose_logits_are_nans_fails_and_others_continue() {
     assert!(matches!(ends[0], (5, Some(Event::Failed))), "{:?}", ends[0]);
     assert!(matches!(ends[1], (30, Some(Event::Finished { .. }))), "{:?}", ends[1]);
     engine.wait_for_load(|load| load.in_use_blocks == 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn released_engine_has_freed_its_memory() {
+    let device = Device::new();
+    let memory = Arc::downgrade(&device.memory);
+    let engine = start_device(device);
+    let mut job = engine.generate(generate(3)).await.expect("the job fits in the cache");
+    while job.next().await.is_some() {}
+    drop(job);
+    engine.release().await;
+    assert_eq!(memory.strong_count(), 0);
 }
