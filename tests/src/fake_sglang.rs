@@ -16,6 +16,7 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Response},
     routing::{get, post},
+    serve::ListenerExt,
 };
 use futures::stream;
 use parking_lot::Mutex;
@@ -122,6 +123,8 @@ impl Default for SglangFake {
 /// A fake SGLang server, which runs until this value is dropped.
 pub struct FakeSglang {
     address: SocketAddr,
+    /// The number of connections that the server has accepted.
+    pub connections: Arc<AtomicUsize>,
     server: Arc<Server>,
     _serving: JoinSet<()>,
 }
@@ -173,11 +176,14 @@ impl FakeSglang {
             .route("/generate", post(generate))
             .route("/abort_request", post(abort))
             .with_state(Arc::clone(&server));
+        let connections = Arc::<AtomicUsize>::default();
+        let counter = Arc::clone(&connections);
         let mut serving = JoinSet::new();
         serving.spawn(async move {
+            let listener = listener.tap_io(move |_| drop(counter.fetch_add(1, Ordering::SeqCst)));
             let _ = axum::serve(listener, routes).await;
         });
-        Ok(Self { address, server, _serving: serving })
+        Ok(Self { address, connections, server, _serving: serving })
     }
 
     /// Ends the connections of all halves of requests that wait for their other half, as a crash does.

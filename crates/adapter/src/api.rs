@@ -26,7 +26,8 @@ pub(crate) trait Api: Send + Sync + 'static {
         Err(EngineFailure::Invalid("this worker's engine sends no KV to other engines".to_owned()))
     }
 
-    /// Generates an answer. The last chunk of the stream has [`AnswerChunk::usage`]. Dropping the stream cancels the request.
+    /// Generates an answer. The last chunk of the stream has [`AnswerChunk::usage`]; the stream ends when the answer does. Dropping
+    /// the stream before closes the connection, which cancels the request.
     ///
     /// # Errors
     /// Fails if the engine refuses the request or fails. Later failures are items of the stream.

@@ -1,7 +1,7 @@
 //! The HTTP client of an engine's server. It sends the server's key, and reads the key again when the server refuses it.
 
 use bytes::Bytes;
-use futures::Stream;
+use futures::{Stream, StreamExt, stream::BoxStream};
 use hyper::{
     HeaderMap, Method, Response, StatusCode,
     body::Incoming,
@@ -33,6 +33,9 @@ pub enum ClientError {
     #[error("the certificates for the engine are not valid PEM: {0}")]
     Certificate(String),
 }
+
+/// The time in which an answer must end after its last chunk that matters.
+const END_MAX: Duration = Duration::from_secs(1);
 
 #[derive(Clone)]
 pub(crate) struct EngineHttp {
@@ -145,6 +148,12 @@ impl EngineHttp {
 /// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.
 pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, HttpError>> + Send {
     tandem_client::events(answer, ANSWER_MAX)
+}
+
+/// Reads the rest of an answer, so that its connection can carry the next request. Closes the connection if the answer does not end in time.
+pub(crate) fn read_end<T: Send + 'static>(mut answer: BoxStream<'static, T>) {
+    #[expect(clippy::disallowed_methods, reason = "the task ends after `END_MAX`, and a job that waited for it would end later")]
+    tokio::spawn(timeout(END_MAX, async move { while answer.next().await.is_some() {} }));
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use crate::{
     api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish, RoomCall},
     engine_load::LoadShare,
+    http,
     shared::{AdapterState, Tiers},
     slots::{QueuedRequest, Slot},
 };
@@ -29,7 +30,6 @@ use tokio_util::sync::CancellationToken;
 
 /// The time after which a request that has not ended is aborted again.
 const ABORT_AGAIN: Duration = Duration::from_secs(1);
-
 /// Maximum number of events that wait for a slow reader. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
@@ -391,6 +391,7 @@ impl SampleRun<'_> {
             let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
             let chunk = chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| self.failed(failure))?;
             if let Some(usage) = self.on_chunk(chunk).await? {
+                http::read_end(chunks);
                 return self.on_end(usage).await;
             }
         }

@@ -97,6 +97,8 @@ static STARTS: AtomicU64 = AtomicU64::new(1_000);
 /// A fake vLLM server, which runs until this value is dropped.
 pub struct FakeVllm {
     address: SocketAddr,
+    /// The number of connections that the server has accepted.
+    pub connections: Arc<AtomicUsize>,
     engine: Arc<Engine>,
     _serving: JoinSet<()>,
 }
@@ -180,14 +182,19 @@ impl FakeVllm {
             .route("/v1/chat/completions", post(chat).layer(DefaultBodyLimit::disable()))
             .route("/inference/v1/abort_requests", post(abort))
             .with_state(Arc::clone(&engine));
+        let connections = Arc::<AtomicUsize>::default();
+        let counter = Arc::clone(&connections);
         let mut serving = JoinSet::new();
         serving.spawn(async move {
             // As in vLLM's server, Nagle's algorithm is disabled. Otherwise an event would wait until the client has acknowledged the one
             // before.
-            let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
+            let listener = listener.tap_io(move |stream| {
+                counter.fetch_add(1, Ordering::SeqCst);
+                drop(stream.set_nodelay(true));
+            });
             let _ = axum::serve(listener, routes).await;
         });
-        Ok(Self { address, engine, _serving: serving })
+        Ok(Self { address, connections, engine, _serving: serving })
     }
 
     /// Returns the URL of the server.

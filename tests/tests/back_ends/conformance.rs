@@ -34,6 +34,8 @@ struct BackEnd {
     kind: Kind,
     /// Returns how many tokens of a repeated prompt are cached, given the prompt's length.
     reusable: fn(usize) -> usize,
+    /// The number of connections that the server of an external engine has accepted.
+    connections: Arc<AtomicUsize>,
     /// The server of an external engine, and the task that applies its events.
     _server: Box<dyn Any + Send>,
 }
@@ -69,6 +71,7 @@ impl BackEnd {
             name: "Tandem's engine",
             kind: Kind::Own(EngineHandle::start(Box::new(SimEngine::new(sim).in_real_time()), settings)),
             reusable: |len| (len - 1) / BLOCK_SIZE * BLOCK_SIZE,
+            connections: Arc::default(),
             _server: Box::new(()),
         }
     }
@@ -83,6 +86,7 @@ impl BackEnd {
             name: "vLLM",
             kind: Kind::External(adapter),
             reusable: |len| (len - 1) / 32 * 32,
+            connections: Arc::clone(&fake.connections),
             _server: Box::new((fake, follower)),
         })
     }
@@ -96,6 +100,7 @@ impl BackEnd {
             name: "SGLang",
             kind: Kind::External(adapter),
             reusable: |len| (len - 1) / 32 * 32,
+            connections: Arc::clone(&fake.connections),
             _server: Box::new((fake, follower)),
         })
     }
@@ -119,6 +124,7 @@ impl BackEnd {
             name: "llama.cpp",
             kind: Kind::External(adapter),
             reusable: |len| len - 1,
+            connections: Arc::clone(&fake.connections),
             _server: Box::new((fake, following)),
         })
     }
@@ -309,6 +315,21 @@ async fn dropping_a_job_aborts_its_request_in_the_engine() -> Result<()> {
             drop(job);
             back_end.idle().await?;
         }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn complete_answers_share_a_connection() -> Result<()> {
+    for back_end in BackEnd::all(FAST).await? {
+        let before = back_end.connections.load(Ordering::SeqCst);
+        for number in 0..10 {
+            back_end.run(request(&prompt(number, 50), 3)).await?;
+            back_end.idle().await?;
+        }
+        let opened = back_end.connections.load(Ordering::SeqCst) - before;
+        // The end of an answer may arrive after the next request is sent, and health checks run meanwhile.
+        assert!(opened <= 4, "{} opened {opened} connections for 10 requests", back_end.name);
     }
     Ok(())
 }

@@ -11,7 +11,13 @@ mod rooms;
 mod sglang;
 
 use anyhow::{Context, Result};
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 use tandem_adapter::{
     Adapter, EngineEnded,
     kv_events::KvEvents,

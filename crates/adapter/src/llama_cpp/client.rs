@@ -159,10 +159,14 @@ impl Api for LlamaCppClient {
         });
         // Dropping the connection is the only way to abort a request in the server.
         let events = events.take_until(aborted.clone().cancelled_owned()).boxed();
-        let chunks = stream::unfold(Some((answer, events)), move |state| {
+        let chunks = stream::unfold(Some((answer, events, false)), move |state| {
             let aborted = aborted.clone();
             async move {
-                let (mut answer, mut events) = state?;
+                let (mut answer, mut events, is_complete) = state?;
+                if is_complete {
+                    while events.next().await.is_some() {}
+                    return None;
+                }
                 let chunk = match events.next().await {
                     Some(event) => match event {
                         Ok(event) => answer.chunk(event).await,
@@ -171,8 +175,8 @@ impl Api for LlamaCppClient {
                     None if aborted.is_cancelled() => Ok(answer.end(Finish::Aborted)),
                     None => Err(EngineFailure::Protocol("the answer ended without its last event".to_owned())),
                 };
-                let continues = chunk.as_ref().is_ok_and(|chunk| chunk.usage.is_none());
-                Some((chunk, continues.then_some((answer, events))))
+                let state = chunk.as_ref().ok().map(|chunk| chunk.usage.is_some());
+                Some((chunk, state.map(|is_complete| (answer, events, is_complete))))
             }
         });
         Ok(chunks.boxed())

@@ -91,11 +91,17 @@ impl Api for SglangClient {
             reader: ChunkReader::new(WantedLogprobs::of(sampling), sampling.stop_token_ids.clone()),
             is_constrained: sampling.constraint.is_some(),
             is_continued: false,
+            is_complete: false,
         };
         let chunks = stream::unfold(Some(answer), async |answer| {
             let mut answer = answer?;
+            if answer.is_complete {
+                while answer.events.next().await.is_some() {}
+                return None;
+            }
             let chunk = answer.next().await;
-            let continues = chunk.as_ref().is_ok_and(|chunk| chunk.usage.is_none());
+            answer.is_complete = chunk.as_ref().is_ok_and(|chunk| chunk.usage.is_some());
+            let continues = chunk.is_ok();
             Some((chunk, continues.then_some(answer)))
         });
         Ok(chunks.boxed())
@@ -159,6 +165,8 @@ struct AnswerStream {
     is_constrained: bool,
     /// Whether the answer has been continued beyond an end-of-sequence token.
     is_continued: bool,
+    /// Whether the chunk with the usage has been read.
+    is_complete: bool,
 }
 
 impl AnswerStream {

@@ -196,7 +196,7 @@ impl Api for VllmClient {
             "[DONE]" => Ok(None),
             data => response::chunk(data.as_bytes(), &wanted).map(Some),
         });
-        Ok(chunks.map(Result::transpose).take_while(|chunk| std::future::ready(chunk.is_some())).flat_map(stream::iter).boxed())
+        Ok(chunks.filter_map(|chunk| std::future::ready(chunk.transpose())).boxed())
     }
 
     async fn prompt_logprobs(&self, call: &EngineCall, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
