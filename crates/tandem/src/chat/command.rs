@@ -43,9 +43,11 @@ impl<'a> ChatCommand<'a> {
                 }
             }
             // Paths, such as /usr/bin, are messages.
-            (name, _) if name.strip_prefix('/').is_some_and(|word| word.chars().all(char::is_alphabetic)) => Self::Wrong(format!(
-                "there is no command {name}; the commands are /clear, /help, /model, /quit, /set and /system, and \"\"\" around a text sends it as it is"
-            )),
+            (name, _) if name.strip_prefix('/').is_some_and(|word| word.chars().all(char::is_alphabetic)) => {
+                Self::Wrong(format!(
+                    "there is no command {name}; the commands are /clear, /help, /model, /quit, /set and /system, and \"\"\" around a text sends it as it is"
+                ))
+            }
             _ => Self::Message,
         }
     }

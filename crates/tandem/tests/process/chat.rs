@@ -76,7 +76,10 @@ fn chat_ends_at_a_mistyped_command_without_sending_it() {
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "50"], Stdio::null());
     let output = chat(&[up.address()], None, "/foo bar\nHello\n");
     let errors = text(&output.stderr);
-    assert!(output.status.code() == Some(1) && errors.contains("there is no command /foo; ") && errors.lines().count() == 1, "{errors}");
+    assert!(
+        output.status.code() == Some(1) && errors.contains("there is no command /foo; ") && errors.lines().count() == 1,
+        "{errors}"
+    );
     assert_eq!((output.stdout.len(), metric(&up, "tandem_frontend_request_duration_seconds_count ").unwrap_or(0.0)), (0, 0.0));
 }
 
