@@ -108,10 +108,10 @@ pub(super) enum Cell {
 }
 
 impl Cell {
-    /// Leaves only the end of a text that is longer than `room` characters: the ends of names and addresses differ.
-    fn shorten(&mut self, room: usize) {
+    /// Leaves only the end of a text that is longer than `len_max` characters: the ends of names and addresses differ.
+    fn shorten(&mut self, len_max: usize) {
         let Self::Text(text) = self else { return };
-        let excess = text.chars().count().saturating_sub(room);
+        let excess = text.chars().count().saturating_sub(len_max);
         if excess > 0 {
             *text = std::iter::once('…').chain(text.chars().skip(excess + 1)).collect();
         }
@@ -232,8 +232,8 @@ impl TextTable {
             columns.retain(|column| *column != least);
         }
         for column in [Column::Role, Column::Worker].into_iter().filter(|column| columns.contains(column)) {
-            let room = table.width(column, by).saturating_sub(excess(&table, &columns));
-            table.rows.iter_mut().for_each(|row| row[column as usize].shorten(room));
+            let len_max = table.width(column, by).saturating_sub(excess(&table, &columns));
+            table.rows.iter_mut().for_each(|row| row[column as usize].shorten(len_max));
         }
         (columns, table)
     }
