@@ -60,6 +60,7 @@ fn chat_in_a_terminal_answers_lines_that_arrive_together() {
     // `script` runs the command in a terminal.
     let mut process = std::process::Command::new("script")
         .args(["-qec", &chat, "/dev/null"])
+        .env("TERM", "xterm")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
