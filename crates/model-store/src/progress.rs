@@ -4,6 +4,7 @@ use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use parking_lot::Mutex;
 use std::{
     io::{self, IsTerminal, Read, stderr},
+    sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 use tandem_process::{starting, telemetry::tell};
@@ -18,7 +19,9 @@ const MESSAGE_MAX: usize = 30;
 
 /// The progress of a task, which ends when it is dropped.
 pub(super) struct TaskProgress {
+    /// Shows the highest position so far: a part that is done again does not show.
     bar: ProgressBar,
+    position: AtomicU64,
     what: String,
     last: Mutex<LastLine>,
 }
@@ -52,7 +55,7 @@ pub(super) fn start(what: String, total: Option<u64>) -> TaskProgress {
         ProgressBar::hidden()
     };
     let last = LastLine { at: Instant::now(), percent: 0 };
-    let progress = TaskProgress { bar, what, last: Mutex::new(last) };
+    let progress = TaskProgress { bar, position: AtomicU64::new(0), what, last: Mutex::new(last) };
     starting::report(progress.what.clone());
     if let Some(total) = total {
         progress.set_total(total);
@@ -67,7 +70,7 @@ impl TaskProgress {
     }
 
     pub(super) fn position(&self) -> u64 {
-        self.bar.position()
+        self.position.load(Ordering::Relaxed)
     }
 
     pub(super) fn total(&self) -> Option<u64> {
@@ -86,7 +89,8 @@ impl TaskProgress {
     }
 
     pub(super) fn set_position(&self, bytes: u64) {
-        self.bar.set_position(bytes);
+        self.position.store(bytes, Ordering::Relaxed);
+        self.bar.set_position(bytes.max(self.bar.position()));
         let text = self.text();
         if self.bar.is_hidden() && self.last.lock().is_followed(Instant::now(), self.percent().unwrap_or_default()) {
             tell(stderr(), &format!("{text}\n"));
@@ -95,12 +99,12 @@ impl TaskProgress {
     }
 
     fn percent(&self) -> Option<u64> {
-        self.total().map(|total| (self.position().saturating_mul(100) / total.max(1)).min(100))
+        self.total().map(|total| (self.bar.position().saturating_mul(100) / total.max(1)).min(100))
     }
 
     /// Returns the task, and how much of it is done.
     fn text(&self) -> String {
-        let unknown = || format!("{} MB", self.position() / 1_000_000);
+        let unknown = || format!("{} MB", self.bar.position() / 1_000_000);
         format!("{}: {}", self.what, self.percent().map_or_else(unknown, |percent| format!("{percent}%")))
     }
 }
@@ -149,6 +153,9 @@ mod tests {
         progress.add(50);
         progress.add(33);
         assert_eq!((progress.position(), &*progress.text()), (83, "downloads é.gguf: 41%"));
+        progress.set_position(0);
+        progress.add(20);
+        assert_eq!((progress.position(), &*progress.text()), (20, "downloads é.gguf: 41%"));
         progress.set_position(500);
         assert_eq!(progress.text(), "downloads é.gguf: 100%");
         let unknown = start("downloads é.gguf".to_owned(), None);

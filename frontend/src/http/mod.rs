@@ -101,7 +101,7 @@ pub(crate) fn admin(app: Arc<App>) -> Router {
 }
 
 async fn only_explanations(mut request: Request, next: Next) -> Response {
-    if !trust::wants(request.headers(), &app::EXPLAIN) {
+    if !trust::wants(request.headers(), &app::EXPLAIN).unwrap_or(false) {
         body::discard(request.into_body()).await;
         return ApiError::AdminExplains.into_response();
     }

@@ -5,6 +5,7 @@ use crate::{error::ApiError, settings::ExposeDetails};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
 use std::net::IpAddr;
+use tandem_api::Problem;
 use tandem_process::listen::{PeerAddress, contains};
 
 /// The headers that proxies add to the requests they forward.
@@ -55,17 +56,22 @@ impl Trust {
     /// Whether this header of the request is `true`.
     ///
     /// # Errors
-    /// The header is `true`, and this peer may not send it. If the header were ignored, a request for an explanation would be answered and
-    /// billed like any other.
+    /// The header is neither `true` nor `false`, or it is `true`, and this peer may not send it. If the header were ignored, a request for an
+    /// explanation would be answered and billed like any other.
     pub(super) fn flag(&self, request: &Parts, name: HeaderName) -> Result<bool, ApiError> {
-        let wanted = wants(&request.headers, &name);
+        let wanted = wants(&request.headers, &name)?;
         if wanted && !self.exposes(request) { Err(ApiError::Untrusted { header: name }) } else { Ok(wanted) }
     }
 }
 
 /// Whether this header is `true`.
-pub(super) fn wants(headers: &HeaderMap, name: &HeaderName) -> bool {
-    headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"))
+///
+/// # Errors
+/// The header is neither `true` nor `false`.
+pub(super) fn wants(headers: &HeaderMap, name: &HeaderName) -> Result<bool, ApiError> {
+    let Some(value) = headers.get(name) else { return Ok(false) };
+    let value = value.to_str().unwrap_or_default().to_ascii_lowercase();
+    value.parse().map_err(|_| ApiError::invalid(name.as_str(), Problem::Rule { rule: "must be true or false" }))
 }
 
 #[cfg(test)]

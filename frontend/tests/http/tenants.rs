@@ -89,6 +89,9 @@ async fn details_and_explanations_are_refused_to_untrusted_peers() {
         assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")), "{header}");
         let message = answer["error"]["message"].as_str().expect("the error message is a string");
         assert!(message.contains(header) && message.contains("--trusted-proxies"), "{message}");
+        let (status, answer) = refusal(&cluster, (header, "1")).await;
+        let message = answer["error"]["message"].as_str().expect("the error message is a string");
+        assert!(status == StatusCode::BAD_REQUEST && message.contains("true or false"), "{message}");
     }
     generate_request(&mut cluster, &[("x-tandem-details", "false"), ("x-tandem-explain", "false")], json!({})).await;
     assert!(cluster.no_call(), "a refused request does not reach a worker");

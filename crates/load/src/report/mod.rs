@@ -29,6 +29,7 @@ mod text;
 mod timeline;
 
 pub use distribution::TimeSummary;
+pub use format::percent;
 pub use outcome::{CAUSES_MAX, CachedCount, Expected, Failure, FailureClass, Gap, MeasuredAnswer, PrefixTokens, RequestOutcome};
 pub use page::html;
 pub use plan::{PlanSummary, TriedCluster};

@@ -90,7 +90,7 @@ impl PlanArgs {
             .max_by(|one, other| one.0.total_cmp(&other.0));
         let nearest = best.map_or_else(
             || "all clusters that were tried meet them for less than 50%".to_owned(),
-            |(share, name)| format!("the nearest one, {name}, meets them for {}", below(share)),
+            |(share, name)| format!("the nearest one, {name}, meets them for {}", report::percent(share)),
         );
         format!(
             "no cluster of up to {workers} workers meets the service levels for {share}% of the requests: {nearest}; raise --max-workers or the levels, or lower --slo-percent"
@@ -115,14 +115,9 @@ fn impossible(idle: &IdleMisses, slo: &Slo, share: f64) -> String {
     format!(
         "no cluster of any size meets the service levels for {share}% of the requests: on an idle worker, {}, so at most {} can meet them; raise {}, lower --slo-percent, or simulate a faster device",
         texts.join(", and "),
-        below(1.0 - part(idle.any)),
+        report::percent(1.0 - part(idle.any)),
         flags.join(" and ")
     )
-}
-
-/// Returns a share as a percentage, rounded down so that it never equals a limit above it.
-fn below(share: f64) -> String {
-    format!("{:.1}%", (share * 1000.0 + 1e-9).floor() / 10.0)
 }
 
 fn ms(time: Duration) -> String {

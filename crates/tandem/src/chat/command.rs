@@ -7,7 +7,8 @@ pub(super) const HELP: &str = "/clear              begins another conversation\n
                                /model NAME         continues with another model; without NAME, lists the models\n\
                                \"\"\"                 begins a message of several lines, and ends it\n\
                                /quit               ends the program, as Ctrl-D does\n\
-                               Ctrl-C              ends the answer that is being written\n";
+                               Ctrl-C              ends the answer that is being written\n\
+                               Other lines that begin with / and a word of letters, such as /foo bar, are not sent, except between \"\"\"\n";
 
 /// What a line of the user means.
 #[derive(Debug, PartialEq)]
@@ -27,11 +28,12 @@ pub(super) enum ChatCommand<'a> {
 impl<'a> ChatCommand<'a> {
     pub(super) fn of(line: &'a str) -> Self {
         let line = line.trim();
-        let (name, rest) = line.split_once(' ').map_or((line, ""), |(name, rest)| (name, rest.trim()));
+        let (name, rest) = line.split_once(char::is_whitespace).map_or((line, ""), |(name, rest)| (name, rest.trim()));
         match (name, rest) {
             ("/clear", "") => Self::Clear,
-            ("/help", "") => Self::Help,
-            ("/quit" | "/exit", "") => Self::Quit,
+            ("/clear", _) => Self::Wrong("/clear takes no text".to_owned()),
+            ("/help", _) => Self::Help,
+            ("/quit" | "/exit", _) => Self::Quit,
             ("/system", text) => Self::System(text),
             ("/model", name) => Self::Model(name),
             ("/set", setting) => {
@@ -40,7 +42,12 @@ impl<'a> ChatCommand<'a> {
                     _ => Self::Wrong("write /set temperature X, where X is a number from 0 to 2".to_owned()),
                 }
             }
-            (name, "") if name.starts_with('/') => Self::Wrong(format!("there is no command {name}")),
+            // Paths, such as /usr/bin, are messages.
+            (name, _) if name.strip_prefix('/').is_some_and(|word| word.chars().all(char::is_alphabetic)) => {
+                Self::Wrong(format!(
+                    "there is no command {name}; the commands are /clear, /help, /model, /quit, /set and /system, and \"\"\" around a text sends it as it is"
+                ))
+            }
             _ => Self::Message,
         }
     }
@@ -63,8 +70,12 @@ mod tests {
             ("/system", ChatCommand::System("")),
             ("/set  temperature  0.5", ChatCommand::Temperature(0.5)),
             ("/model  m", ChatCommand::Model("m")),
-            ("/nothing", ChatCommand::Wrong("there is no command /nothing".to_owned())),
+            ("/quit now", ChatCommand::Quit),
+            ("/quit\tnow", ChatCommand::Quit),
+            ("/help quit", ChatCommand::Help),
             ("/usr/bin is a folder", ChatCommand::Message),
+            ("/usr/bin", ChatCommand::Message),
+            ("/2 is a half", ChatCommand::Message),
             ("clear", ChatCommand::Message),
         ] {
             assert_eq!(ChatCommand::of(line), expected, "{line}");
@@ -72,5 +83,9 @@ mod tests {
         for wrong in ["/set", "/set temperature", "/set temperature 3", "/set temperature nan", "/set top_p 1"] {
             assert!(matches!(ChatCommand::of(wrong), ChatCommand::Wrong(text) if text.contains("0 to 2")), "{wrong}");
         }
+        for wrong in ["/nothing", "/foo bar", "/Quit", "/"] {
+            assert!(matches!(ChatCommand::of(wrong), ChatCommand::Wrong(text) if text.contains("/clear, ")), "{wrong}");
+        }
+        assert!(matches!(ChatCommand::of("/clear all"), ChatCommand::Wrong(_)));
     }
 }

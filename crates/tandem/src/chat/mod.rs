@@ -65,7 +65,7 @@ struct ChatSession {
 /// Reads messages and prints answers until the input ends or the user quits. Without a terminal, each line of the input is a message.
 ///
 /// # Errors
-/// The server cannot be reached, refuses the key or lists no model; without a terminal, also if it refuses a message.
+/// The server cannot be reached, refuses the key or lists no model; without a terminal, also if it refuses a message, or a command is wrong.
 pub fn run(args: ChatArgs) -> Result<()> {
     let server = Arc::new(args.server.open("tandem chat", Some(&args.key_env))?);
     let model = match &args.model {
@@ -100,8 +100,6 @@ pub fn run(args: ChatArgs) -> Result<()> {
                 ChatCommand::Quit => return Ok(()),
                 ChatCommand::Message if message.trim().is_empty() => Ok(()),
                 ChatCommand::Message => chat.answer(message, interrupt()?).await,
-                // Without a terminal, such a line is a message.
-                ChatCommand::Wrong(_) if !is_terminal => chat.answer(message, interrupt()?).await,
                 command => chat.obey(command),
             };
             match done {
@@ -133,7 +131,7 @@ impl ChatSession {
                 Ok(())
             }
             ChatCommand::Model(name) => self.set_model(name),
-            ChatCommand::Wrong(problem) => show(&format!("{problem}\n{HELP}")),
+            ChatCommand::Wrong(problem) => bail!(problem),
             ChatCommand::Help | ChatCommand::Quit | ChatCommand::Message => show(HELP),
         }
     }

@@ -2,7 +2,7 @@
 //! commands and flags that do not exist.
 
 use super::Cli;
-use clap::CommandFactory;
+use clap::{CommandFactory, builder::StyledStr};
 use std::{ffi::OsString, fmt::Write as _};
 
 /// The groups of commands, in the order of the help.
@@ -123,6 +123,13 @@ fn called<'a>(root: &'a clap::Command, args: &[OsString]) -> (&'a clap::Command,
         path.push(below.get_name());
     }
     (command, path)
+}
+
+/// Returns the usage of the command that `args` call, as its help has it.
+pub(super) fn usage(root: &clap::Command, args: &[OsString]) -> StyledStr {
+    let mut root = root.clone();
+    root.build();
+    called(&root, args).0.clone().render_usage()
 }
 
 /// Returns the advice for a command that does not exist, but has another name here.

@@ -62,7 +62,11 @@ fn config(role: &ArgMatches) -> Option<PathBuf> {
 
 /// Parses the command line. For a command or flag that does not exist here, the error names the one to use, or the commands that have the flag.
 fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap::Error> {
-    command.clone().try_get_matches_from(args).map_err(|error| {
+    command.clone().try_get_matches_from(args).map_err(|mut error| {
+        // clap's own line shows the variables in the environment as flags that are required.
+        if error.get(ContextKind::Usage).is_some() {
+            error.insert(ContextKind::Usage, ContextValue::StyledStr(help::usage(command, args)));
+        }
         let advice = match (error.get(ContextKind::InvalidSubcommand), error.get(ContextKind::InvalidArg)) {
             (Some(ContextValue::String(given)), _) => help::advice(command, args, given),
             (_, Some(ContextValue::String(flag))) if error.kind() == ErrorKind::UnknownArgument => {

@@ -189,6 +189,8 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         ),
         (&["why", "--csv"], "--csv does not apply to `tandem why`, but to `tandem audit report`\n"),
         (&["router", "--nonsense"], "unexpected argument '--nonsense'"),
+        (&["bench", "simulate", "--slo-percent", "5"], "Usage: tandem bench simulate [OPTIONS]"),
+        (&["audit", "report", "--csv"], "Usage: tandem audit report [OPTIONS] --ledger <FILE>\n"),
         (&["prefill-worker", "--advertise", "h"], "write host:port"),
         (&["up", "--etcd", "h:1"], "--etcd"),
         (&["router", "--etcd", "h:1", "--workers", "h:1"], "cannot be used with"),

@@ -3,7 +3,7 @@
 use super::reachable;
 use crate::{
     running::RunningCluster,
-    settings::{KeySource, TenantArgs},
+    settings::{FrontendArgs, KeySource},
 };
 use rustls::pki_types::{CertificateDer, ServerName, pem::PemObject};
 use std::{
@@ -24,8 +24,9 @@ pub(super) struct ApiAccess {
 }
 
 impl ApiAccess {
-    pub(super) fn new(listens: SocketAddr, tenants: &TenantArgs) -> Self {
+    pub(super) fn new(listens: SocketAddr, FrontendArgs { tenants, dashboard_requests, .. }: &FrontendArgs) -> Self {
         let shows_dashboard = match (tenants.expose_details, &*tenants.trusted_proxies) {
+            _ if *dashboard_requests == 0 => false,
             (ExposeDetails::Never, _) => false,
             (ExposeDetails::Always, _) => true,
             (ExposeDetails::Trusted, []) => listens.ip().is_loopback(),
@@ -143,7 +144,7 @@ mod tests {
     #[derive(Parser)]
     struct Flags {
         #[command(flatten)]
-        tenants: TenantArgs,
+        frontend: FrontendArgs,
     }
 
     #[test]
@@ -184,8 +185,8 @@ mod tests {
     #[test]
     fn dashboard_is_shown_where_it_is_served() {
         let shows = |listens: &str, flags: &[&str]| {
-            let tenants = Flags::parse_from(["up"].iter().chain(flags)).tenants;
-            ApiAccess::new(listens.parse().expect("the address is valid"), &tenants).shows_dashboard
+            let frontend = Flags::parse_from(["up"].iter().chain(flags)).frontend;
+            ApiAccess::new(listens.parse().expect("the address is valid"), &frontend).shows_dashboard
         };
         for (listens, flags, expected) in [
             ("127.0.0.1:80", &[][..], true),
@@ -194,6 +195,7 @@ mod tests {
             ("0.0.0.0:80", &[], false),
             ("0.0.0.0:80", &["--trusted-proxies=10.0.0.0/8,127.0.0.1"], true),
             ("0.0.0.0:80", &["--expose-details=always"], true),
+            ("0.0.0.0:80", &["--expose-details=always", "--dashboard-requests=0"], false),
         ] {
             assert_eq!(shows(listens, flags), expected, "{listens} {flags:?}");
         }

@@ -163,7 +163,7 @@ impl Cluster {
         let mut parts = ClusterParts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
         parts.open_access_files(&settings.frontend)?;
-        let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend.tenants);
+        let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend);
         let picker = settings.picker;
         let admin = picker.and_then(|picker| picker.admin_listen).map(|address| bind(address, "--admin-listen", false));
         let admin = admin.transpose()?;

@@ -77,7 +77,7 @@ impl Process {
         process.name = format!("{} for {}", if is_picker { "endpoint picker" } else { "frontend" }, ids.join(", "));
         let (listener, admin) = bound.map_or_else(bind, Ok)?;
         let address = local_address(&listener)?;
-        let (routers, access) = (settings.routers(), ApiAccess::new(address, &settings.frontend.tenants));
+        let (routers, access) = (settings.routers(), ApiAccess::new(address, &settings.frontend));
         let api = if is_picker {
             ("gateway gRPC", address.to_string())
         } else {

@@ -21,7 +21,8 @@ pub(super) enum KeyAction {
     Quit,
 }
 
-const KEYS: &str = "q quit   ← → sort by   r reverse   ↑ ↓ scroll";
+/// The keys and what they do. No line ends within a pair, which has no-break spaces.
+const KEYS: &str = "q\u{a0}quit   ←\u{a0}→\u{a0}sort\u{a0}by   r\u{a0}reverse   ↑\u{a0}↓\u{a0}scroll";
 
 impl Screen {
     pub(super) fn new(order: SortOrder) -> Self {
@@ -53,13 +54,17 @@ impl Screen {
         let notes = problem.into_iter().chain(table.notes.iter().map(String::as_str)).flat_map(|note| wrapped(note, width));
         let notes: Vec<Line<'_>> = notes.map(|line| line.red().into()).collect();
         let notes_len = u16::try_from(notes.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
-        let parts = [Constraint::Length(2), Constraint::Min(3), Constraint::Length(notes_len), Constraint::Length(1)];
-        let [title, lines, below, keys] = Layout::vertical(parts).areas(frame.area());
-        let title_lines: Vec<Line<'_>> = wrapped(&table.title, width).into_iter().map(|line| line.bold().into()).collect();
-        frame.render_widget(Paragraph::new(title_lines), title);
+        let (columns, table) = table.fitted(width, self.order.by);
+        let hidden = Column::all().len() - columns.len();
+        let more = if hidden == 0 { String::new() } else { format!("   {hidden}\u{a0}columns\u{a0}hidden") };
+        let keys: Vec<Line<'_>> = wrapped(&format!("{KEYS}{more}"), width).into_iter().map(|line| line.dim().into()).collect();
+        let title: Vec<Line<'_>> = wrapped(&table.title, width).into_iter().map(|line| line.bold().into()).collect();
+        let (above, under) = (Constraint::Length(title.len().max(2) as u16), Constraint::Length(keys.len() as u16));
+        let parts = [above, Constraint::Min(3), Constraint::Length(notes_len), under];
+        let [above, lines, below, under] = Layout::vertical(parts).areas(frame.area());
+        frame.render_widget(Paragraph::new(title), above);
         // At least one row stays visible.
         self.above = self.above.min(table.rows.len().saturating_sub(1));
-        let (columns, hidden) = table.columns(width, self.order.by);
         let rows = table.rows.iter().skip(self.above).map(|row| {
             let style = match &row[Column::Health as usize] {
                 Cell::Text(health) if health == "healthy" => Style::new(),
@@ -82,8 +87,7 @@ impl Screen {
         let header = Row::new(heads).height(2).style(Style::new().reversed());
         frame.render_widget(Table::new(rows, widths).header(header).column_spacing(1), lines);
         frame.render_widget(Paragraph::new(notes), below);
-        let more = if hidden == 0 { String::new() } else { format!("   {hidden} columns hidden") };
-        frame.render_widget(Paragraph::new(format!("{KEYS}{more}").dim()), keys);
+        frame.render_widget(Paragraph::new(keys), under);
     }
 }
 
@@ -170,16 +174,19 @@ mod tests {
             lines.iter().any(|line| line.ends_with("stop it,")) && lines.iter().any(|line| line.contains("of its own")),
             "{lines:#?}"
         );
-        assert!(lines[12].ends_with("6 columns hidden"), "{lines:#?}");
-        for width in [20, 40, 60, 100] {
+        assert!(lines[12].ends_with("6\u{a0}columns\u{a0}hidden"), "{lines:#?}");
+        for width in [20, 60, 100] {
             drawn_at(width, &mut screen, &table, None);
         }
+        let lines = drawn_at(40, &mut Screen::new(SortOrder::default()), &table, None);
+        assert_eq!(lines[..2].join(" "), table.title);
+        assert_eq!(heads(&lines[2]), "worker▲ health queued hit", "{lines:#?}");
+        assert_eq!(heads(&lines[11..].join(" ")), heads(&format!("{KEYS}   10 columns hidden")));
     }
 
     #[test]
     fn every_column_but_the_essential_ones_may_be_left_out() {
-        let essential =
-            [Column::Worker, Column::Health, Column::Queued, Column::HitRate, Column::PrefillRate, Column::DecodeRate];
+        let essential = [Column::Worker, Column::Health, Column::HitRate];
         let all: Vec<&Column> = Column::all()
             .iter()
             .filter(|column| essential.contains(column) || Column::LEAST_IMPORTANT.contains(column))

@@ -72,7 +72,7 @@ impl Column {
     }
 
     /// The columns that a narrow terminal leaves out, the first one first.
-    pub(super) const LEAST_IMPORTANT: [Self; 8] = [
+    pub(super) const LEAST_IMPORTANT: [Self; 11] = [
         Self::PredictedTokens,
         Self::CachedTokens,
         Self::FreeBlocks,
@@ -81,6 +81,9 @@ impl Column {
         Self::UsedBlocks,
         Self::Role,
         Self::Running,
+        Self::PrefillRate,
+        Self::DecodeRate,
+        Self::Queued,
     ];
 
     pub(super) fn is_text(self) -> bool {
@@ -191,11 +194,11 @@ impl TextTable {
 
     /// Formats the table as text of at most `width` columns, for scripts and reports, with the columns that fit.
     pub(super) fn plain(&self, width: usize, by: Column) -> String {
-        let (columns, _) = self.columns(width, by);
+        let (columns, table) = self.fitted(width, by);
         let hidden: Vec<String> =
             Column::all().iter().filter(|column| !columns.contains(column)).map(|column| column.head().join(" ")).collect();
         let heads = columns.iter().map(|column| column.head().join("\n")).collect();
-        let rows = self.rows.iter().map(|row| columns.iter().map(|&column| row[column as usize].to_string()).collect());
+        let rows = table.rows.iter().map(|row| columns.iter().map(|&column| row[column as usize].to_string()).collect());
         let left = columns.iter().filter(|column| column.is_text()).count();
         let table = text_table_with_gap(std::iter::once(heads).chain(rows), left, 1);
         let hidden = (!hidden.is_empty()).then(|| format!("hidden columns: {}", hidden.join(", ")));
@@ -205,19 +208,26 @@ impl TextTable {
         format!("{}\n\n{table}{gap}{notes}", wrapped(&self.title, width).join("\n"))
     }
 
-    /// Returns the columns that fit into this width with a space between them, and how many do not. The sort column `by` is always
-    /// returned.
-    pub(super) fn columns(&self, width: usize, by: Column) -> (Vec<Column>, usize) {
-        let mut columns = Column::all().to_vec();
+    /// Returns the columns that fit into this width with a space between them, and the table, in which the beginnings of long names are left
+    /// out if these columns do not fit either. The sort column `by` is always returned.
+    pub(super) fn fitted(&self, width: usize, by: Column) -> (Vec<Column>, Self) {
+        let (mut table, mut columns) = (self.clone(), Column::all().to_vec());
+        let needed = |columns: &[Column]| columns.iter().map(|&column| self.width(column, by) + 1).sum::<usize>();
         for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != by) {
-            let needed: usize = columns.iter().map(|&column| self.width(column, by) + 1).sum();
-            if needed <= width + 1 {
+            if needed(&columns) <= width + 1 {
                 break;
             }
             columns.retain(|column| *column != least);
         }
-        let hidden = Column::all().len() - columns.len();
-        (columns, hidden)
+        let name_len_max = (self.width(Column::Worker, by) + width + 1).saturating_sub(needed(&columns));
+        for name in table.rows.iter_mut().map(|row| &mut row[Column::Worker as usize]) {
+            let text = name.to_string();
+            let excess = text.chars().count().saturating_sub(name_len_max);
+            if excess > 0 {
+                *name = Cell::Text(std::iter::once('…').chain(text.chars().skip(excess + 1)).collect());
+            }
+        }
+        (columns, table)
     }
 
     /// Returns the width of a column. The head of the sort column `by` has an arrow.
@@ -391,11 +401,20 @@ pub(super) mod tests {
     fn plain_table_fits_into_its_width_and_says_what_it_lacks() {
         for width in [40, 80, 110, 120, 130] {
             let plain = table().plain(width, Column::Worker);
-            let essential = 60;
             let widest = plain.lines().map(|line| line.chars().count()).max().unwrap_or_default();
-            assert!(widest <= width.max(essential), "{widest} columns instead of {width}:\n{plain}");
+            assert!(widest <= width, "{widest} columns instead of {width}:\n{plain}");
             assert_eq!(plain.contains("\nhidden columns: "), width < 120, "{width}:\n{plain}");
         }
+    }
+
+    #[test]
+    fn long_names_are_shortened_where_no_column_can_be_left_out() {
+        let mut cluster = cluster(2);
+        cluster.workers[0].info.as_mut().expect("it is set").worker_id = "prefill-worker-of-a-long-name-17".to_owned();
+        let table = TextTable::new(&cluster, &cluster, Duration::from_secs(2));
+        let plain = table.plain(40, Column::Worker);
+        assert!(plain.contains("\n…er-of-a-long-name-17 healthy") && plain.contains("87.5%"), "{plain}");
+        assert!(plain.lines().all(|line| line.chars().count() <= 40), "{plain}");
     }
 
     #[test]

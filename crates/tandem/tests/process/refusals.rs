@@ -145,6 +145,7 @@ fn frontend_of_a_model_without_workers_is_not_ready() {
     );
     let refused = frontend.answer("/v1/chat/completions", &chat_body("hello", 8, false).replace("\"sim\"", "\"llama\""));
     assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("no_worker"), "{refused}");
+    assert!(refused.contains("No worker can take the request: no worker serves the requested model"), "{refused}");
 }
 
 #[test]
