@@ -200,14 +200,14 @@ impl FrontendMetrics {
     }
 
     /// Counts a prompt whose answer is complete. `worker` is the id of the worker that prefilled it; empty if that worker was lost before
-    /// it could report.
+    /// it could report. Nothing is counted of its cached tokens if a gateway's engine has not reported them.
     pub(crate) fn prompt_finished(&self, usage: &PromptUsage, worker: &str) {
-        let Some(cached) = &usage.cached else { return };
         let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
         self.prompt_tokens.increment(prompt.into());
         self.completion_tokens.increment(completion.into());
         self.request_prompt_tokens.record(prompt);
         self.request_completion_tokens.record(completion);
+        let Some(cached) = &usage.cached else { return };
         self.request_cached_tokens.record(cached.tokens);
         self.request_cached_ratio.record(f64::from(cached.tokens) / f64::from(prompt.max(1)));
         self.cached_tokens(cached);

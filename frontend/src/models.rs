@@ -22,12 +22,24 @@ impl Served {
         Self { model: self.model.named(name).into(), identity: identity.into() }
     }
 
+    /// Returns the decode workers of the model in the views of routers.
+    fn decoding<'a>(&self, views: impl IntoIterator<Item = &'a WorkersReply>) -> Vec<&'a WorkerInfo> {
+        let id = &self.model.id;
+        let is_it = |info: &&WorkerInfo| info.role() == Role::Decode && (info.model == *id || info.loras.contains(id));
+        described(views).filter(is_it).collect()
+    }
+
+    /// Whether requests from here reach no decode worker of the model, although there are some: those of an endpoint picker, which has
+    /// `alternatives`, reach only workers that observe their engine, and those of a frontend only the others.
+    pub(crate) fn is_out_of_reach(&self, view: &WorkersReply, alternatives: Option<u32>) -> bool {
+        let observes = self.decoding([view]).into_iter().map(|info| !info.engine_endpoint.is_empty());
+        observes.collect::<BTreeSet<_>>() == BTreeSet::from([alternatives.is_none()])
+    }
+
     /// Stores how many tokens the largest decode worker of the model can hold, and whether one accepts images. Without a decode worker, what
     /// was last known stays.
-    fn learn<'a>(&self, workers: impl Iterator<Item = &'a WorkerInfo>) {
-        let id = &self.model.id;
-        let of_model = workers.filter(|info| info.role() == Role::Decode && (info.model == *id || info.loras.contains(id)));
-        let of_model: Vec<_> = of_model.collect();
+    fn learn(&self, views: &[&WorkersReply]) {
+        let of_model = self.decoding(views.iter().copied());
         if !of_model.is_empty() {
             self.model.reads_images.store(of_model.iter().any(|info| info.accepts_images), Ordering::Relaxed);
         }
@@ -111,9 +123,7 @@ impl Models {
 
     /// Stores how many tokens the workers of each model can hold, and whether they accept images.
     pub(crate) fn learn_from(&self, views: &[&WorkersReply]) {
-        for served in self.all() {
-            served.learn(described(views.iter().copied()));
-        }
+        self.all().iter().for_each(|served| served.learn(views));
     }
 
     /// Returns the number of models of the settings.
@@ -180,5 +190,27 @@ mod tests {
         models.remove_loras(&[&without]);
         assert_eq!(ids(&models), ["a", "b"]);
         assert!(models.get("x").is_none() && models.get("a").is_some());
+    }
+
+    #[test]
+    fn picker_reaches_only_workers_that_observe_and_a_frontend_only_the_others() {
+        let models = Models::new(vec![ServedModel::sim("a")], &Identity::default());
+        let (decode, prefill) = (Role::Decode, Role::Prefill);
+        for (kinds, of_picker, of_frontend) in [
+            (&[(decode, "a", false)][..], false, true),
+            (&[(decode, "a", true)], true, false),
+            (&[(decode, "a", true), (decode, "a", false)], true, true),
+            (&[(decode, "a", false), (decode, "b", true)], false, true),
+            (&[(prefill, "a", false), (decode, "a", true)], true, false),
+        ] {
+            let workers: Vec<_> = kinds.iter().map(|(role, model, _)| (*role, *model, &[][..])).collect();
+            let mut view = view(&workers);
+            for (worker, (_, _, observes)) in view.workers.iter_mut().zip(kinds) {
+                let info = worker.info.as_mut().expect("each worker is described");
+                info.engine_endpoint = if *observes { "10.0.0.1:80".to_owned() } else { String::new() };
+            }
+            let reaches = |alternatives| !models.first().is_out_of_reach(&view, alternatives);
+            assert_eq!((reaches(Some(0)), reaches(None)), (of_picker, of_frontend), "{kinds:?}");
+        }
     }
 }

@@ -96,7 +96,7 @@ impl Router for RouterService {
     }
 
     async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainReply>, Status> {
-        let ExplainRequest { model, sequence_hashes, prompt_tokens, prompt_logits, max_tokens, samples, has_images } =
+        let ExplainRequest { model, sequence_hashes, prompt_tokens, prompt_logits, max_tokens, samples, has_images, endpoints } =
             request.into_inner();
         let prompt = RoutePrompt {
             request_id: "explain".to_owned(),
@@ -107,6 +107,7 @@ impl Router for RouterService {
             samples,
             prompt_logits,
             has_images,
+            endpoints,
             ..Default::default()
         };
         let (_, request) = self.check(prompt)?;

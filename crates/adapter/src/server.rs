@@ -83,6 +83,9 @@ pub enum ConnectError {
          or set --engine-events to their address"
     )]
     NoEvents,
+    /// An observed server has several data-parallel ranks.
+    #[error("the engine has several data-parallel ranks, among which a gateway cannot choose; start a server for each rank")]
+    ObservedRanks,
     /// The server serves no model.
     #[error("the engine serves no model; start it with one")]
     NoModel,

@@ -38,7 +38,7 @@ pub use fields::ids;
 pub use generate::{Generate, GenerateRequest};
 pub use ignored::Ignored;
 pub use names::ParamNames;
-pub use options::{LogprobsWith, Options, StreamUsage, TextOptions};
+pub use options::{LogprobsWith, Options, StreamUsage, TextOptions, cache_salt};
 pub use parameters::{ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest};
 pub use schema::OfModels;
 pub use tokenize::{DetokenizeRequest, TokenizeRequest};

@@ -366,7 +366,11 @@ pub(crate) fn priority(given: Option<Whole>) -> Result<Option<i32>, RequestError
     PRIORITY.check("priority", found as f64).map(|()| Some(found as i32))
 }
 
-pub(crate) fn cache_salt(given: Option<String>) -> Result<String, RequestError> {
+/// Checks the length of a client's `cache_salt`; empty if there is none.
+///
+/// # Errors
+/// It is given and empty, or it is too long.
+pub fn cache_salt(given: Option<String>) -> Result<String, RequestError> {
     let Some(salt) = given else { return Ok(String::new()) };
     if salt.is_empty() {
         return Err(RequestError::invalid("cache_salt", Problem::Empty));

@@ -98,6 +98,7 @@ impl Dispatcher {
             max_tokens: prompt.max_tokens,
             samples: prompt.samples,
             has_images: !prompt.images.is_empty(),
+            endpoints: prompt.endpoints.clone(),
         };
         self.routers.explain(request).await
     }

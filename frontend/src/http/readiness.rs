@@ -76,7 +76,13 @@ impl App {
             DispatchError::Router(status) if status.code() == Code::Unauthenticated => NotReady::OtherKey,
             _ => self.no_router(),
         });
-        let judge = |served: &Served| -> Result<(), NotReady> { Ok(check(&served.identity, view.clone()?)?) };
+        let judge = |served: &Served| -> Result<(), NotReady> {
+            let view = view.clone()?;
+            check(&served.identity, view)?;
+            let kind = if self.alternatives.is_some() { "with" } else { "without" };
+            let missing = || NotReady::Cluster(format!("no decode worker of {} runs {kind} --observe", served.model.id));
+            if served.is_out_of_reach(view, self.alternatives) { Err(missing()) } else { Ok(()) }
+        };
         Readiness(self.models.iter().map(judge).collect())
     }
 

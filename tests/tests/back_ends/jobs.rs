@@ -112,6 +112,20 @@ async fn cancelled_samples_report_cached_tokens_once() -> Result<()> {
 }
 
 #[tokio::test]
+async fn observed_engine_has_one_data_parallel_rank() -> Result<()> {
+    for (ranks, rank, is_accepted) in [(1, None, true), (1, Some(0), true), (2, None, false), (2, Some(1), false)] {
+        let observed = external(FakeSettings { ranks, ..FakeSettings::default() }, |settings| {
+            (settings.observed_at, settings.rank) = (Some(([10, 0, 0, 1], 80).into()), rank);
+        });
+        match observed.await {
+            Ok(_) => assert!(is_accepted, "{ranks} ranks, {rank:?}"),
+            Err(error) => assert!(!is_accepted && error.to_string().contains("data-parallel ranks"), "{error}"),
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn observed_engine_gets_no_requests_and_its_load_is_its_own_report() -> Result<()> {
     let External { fake, adapter, follower: _follower } =
         external(FakeSettings::default(), |settings| settings.observed_at = Some(([10, 0, 0, 1], 80).into())).await?;

@@ -74,6 +74,51 @@ async fn only_endpoints_of_the_subset_are_chosen_and_without_one_the_answer_is_5
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn subset_that_is_too_long_is_refused_and_what_is_no_endpoint_is_left_out() -> Result<()> {
+    let gateway = Gateway::start(2).await?;
+    let (chosen, long) = (gateway.endpoint(1), "9".repeat(65));
+    let mut listed = vec![&*long; 2_000];
+    listed.push(&chosen);
+    let (_, picked) = gateway.request_to(Some(&listed), "/v1/completions", &[], &body("a")).await?;
+    assert_eq!(picked.sent()?.0, chosen);
+    let (_, picked) = gateway.request_to(Some(&[&*chosen; 1_025]), "/v1/completions", &[], &body("a")).await?;
+    let Picked::Refused { status: 400, body, .. } = picked else { anyhow::bail!("{picked:?}") };
+    assert!(body.contains("at most 1024 endpoints"), "{body}");
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn path_that_no_url_may_have_gets_400() -> Result<()> {
+    let gateway = Gateway::start(1).await?;
+    for (method, path) in [("GET", "/v1/models?<"), ("POST", "/v1/completions?a b"), ("POST", "")] {
+        let mut exchange = gateway.open([head(method, path, &[], None)]).await?;
+        let Picked::Refused { status: 400, body, .. } = exchange.picked().await? else { anyhow::bail!("{path} was accepted") };
+        assert!(body.contains("':path'"), "{body}");
+        assert!(exchange.next().await?.is_none(), "nothing follows a refusal");
+    }
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answer_of_the_gateway_itself_ends_the_stream_quietly() -> Result<()> {
+    let gateway = Gateway::start(1).await?;
+    let first = || head("POST", "/v1/completions", &[], None);
+    let part = || message(Request::RequestBody(HttpBody { body: body("a")[..9].to_vec().into(), end_of_stream: false }));
+    let answer_head = || message(Request::ResponseHeaders(HttpHeaders::default()));
+    let answer_body = || message(Request::ResponseBody(HttpBody::default()));
+    for messages in [vec![first(), part(), answer_head()], vec![first(), answer_body()], vec![answer_head()]] {
+        let mut exchange = gateway.open(messages).await?;
+        assert!(exchange.next().await?.is_none(), "the gateway needs no answer");
+    }
+    let is_idle = || gateway.cluster.metrics().render().lines().any(|line| line == "tandem_frontend_reading_requests 0");
+    until("no request is read", async || Ok(is_idle() && gateway.bookings().await? == 0)).await?;
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn answer_is_503_while_no_endpoint_is_ready() -> Result<()> {
     let mut gateway = Gateway::start(1).await?;
     gateway.engines.clear();
@@ -121,16 +166,41 @@ async fn request_is_booked_where_the_gateway_says_it_was_served() -> Result<()> 
     let (mut exchange, picked) = gateway.request("/v1/completions", &[], &body("a")).await?;
     let endpoints = picked.sent()?.0;
     let (chosen, other) = endpoints.split_once(',').context("two endpoints")?;
-    let booked = async |endpoint: &str| {
-        let workers = gateway.view().await?.workers;
-        let of = workers.iter().find(|worker| worker.info.as_ref().is_some_and(|info| info.engine_endpoint == endpoint));
-        anyhow::Ok(of.context("no worker has this endpoint")?.bookings)
-    };
-    assert_eq!((booked(chosen).await?, booked(other).await?), (1, 0));
+    let booked = async || anyhow::Ok((gateway.bookings_at(chosen).await?, gateway.bookings_at(other).await?));
+    assert_eq!(booked().await?, (1, 0));
     exchange.response_head("200", served(other)).await?;
-    until("the booking has moved", async || Ok((booked(chosen).await?, booked(other).await?) == (0, 1))).await?;
+    until("the booking has moved", async || Ok(booked().await? == (0, 1))).await?;
     exchange.response_chunk(br#"{"usage":{"prompt_tokens":5}}"#, true).await?;
     until("the booking has ended", async || Ok(gateway.bookings().await? == 0)).await?;
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn booking_moves_once_although_the_gateway_reports_the_endpoint_with_each_chunk() -> Result<()> {
+    let gateway = with(2, |settings| {
+        settings.picker.iter_mut().for_each(|picker| picker.alternatives = 1);
+    })
+    .await?;
+    let (mut exchange, picked) = gateway.request("/v1/completions", &[], &body("a")).await?;
+    let endpoints = picked.sent()?.0;
+    let (chosen, other) = endpoints.split_once(',').context("two endpoints")?;
+    let booked = async || anyhow::Ok((gateway.bookings_at(chosen).await?, gateway.bookings_at(other).await?));
+    exchange.response_head("200", Default::default()).await?;
+    exchange.response_chunk(b"data: 1\n\n", false).await?;
+    assert_eq!(booked().await?, (1, 0));
+    // An endpoint that was not offered changes nothing.
+    for reported in [other, other, "10.9.9.9:80", other] {
+        let chunk = HttpBody { body: "data: 2\n\n".into(), end_of_stream: false };
+        exchange.send_with(Request::ResponseBody(chunk), served(reported)).await?;
+        exchange.next().await?.context("the chunk is given back")?;
+        until("the booking has moved", async || Ok(booked().await? == (0, 1))).await?;
+    }
+    assert_eq!(gateway.bookings().await?, 1);
+    exchange.response_chunk(b"data: [DONE]\n\n", true).await?;
+    until("the booking has ended", async || Ok(gateway.bookings().await? == 0)).await?;
+    let page = gateway.cluster.metrics().render();
+    assert!(page.lines().any(|line| line == "tandem_router_rebooked_total 1"), "it was booked again for a chunk: {page}");
     gateway.cluster.stop().await;
     Ok(())
 }
@@ -232,7 +302,8 @@ async fn messages_that_no_gateway_sends_end_their_stream_and_nothing_else() -> R
         vec![message(Request::RequestHeaders(HttpHeaders::default()))],
         vec![without_path],
         vec![ProcessingRequest { observability_mode: true, ..first() }],
-        vec![first(), answer()],
+        vec![answer()],
+        vec![first(), first()],
         vec![first(), part(), first()],
     ] {
         let count = messages.len();

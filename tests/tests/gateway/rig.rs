@@ -157,6 +157,13 @@ impl Gateway {
         Ok(self.view().await?.bookings)
     }
 
+    /// Returns the number of requests that are booked on the server at this endpoint.
+    pub async fn bookings_at(&self, endpoint: &str) -> Result<u32> {
+        let workers = self.view().await?.workers;
+        let of = workers.iter().find(|worker| worker.info.as_ref().is_some_and(|info| info.engine_endpoint == endpoint));
+        Ok(of.context("no worker has this endpoint")?.bookings)
+    }
+
     /// Waits until the router knows all blocks in the engines' caches, and nothing is booked. An engine's block is two of the cluster's.
     pub async fn indexed(&self) -> Result<()> {
         until("the index knows all cached blocks", async || {

@@ -1,6 +1,6 @@
 //! Where requests are placed, and how they are counted.
 
-use crate::rig::{Gateway, until};
+use crate::rig::{Gateway, Picked, until};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use tandem_frontend::CacheIsolation;
 use tandem_proto::v1::{
     Failure, FailureReason, RoutePrompt, RouteRequest, route_reply, route_request::Message, router_client::RouterClient,
 };
-use tandem_tests::fake_vllm::{FakeSettings, FakeVllm};
+use tandem_tests::fake_vllm::FakeSettings;
 use tokio_stream::wrappers::ReceiverStream;
 
 /// Returns a text of full blocks of the engine, so that texts which begin with it differ in whole blocks only.
@@ -187,6 +187,63 @@ async fn salt_of_a_client_separates_its_prompts_and_is_replaced() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn model_and_salt_that_are_too_long_are_refused() -> Result<()> {
+    let gateway = Gateway::start(1).await?;
+    for (model, salt, expected) in
+        [(1_024, 256, None), (1_025, 1, Some("'model'")), (1, 257, Some("'cache_salt'")), (1, 0, Some("'cache_salt'"))]
+    {
+        let body = json!({ "model": "m".repeat(model), "cache_salt": "s".repeat(salt), "prompt": "a" }).to_string();
+        let (_, picked) = gateway.request("/v1/completions", &[], body.as_bytes()).await?;
+        match (expected, picked) {
+            (None, Picked::Sent { .. }) => {}
+            (Some(field), Picked::Refused { status: 400, body, .. }) => assert!(body.contains(field), "{body}"),
+            (_, other) => anyhow::bail!("{model} and {salt}: {other:?}"),
+        }
+    }
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn usage_is_counted_also_if_the_engine_does_not_report_cached_tokens() -> Result<()> {
+    let gateway = Gateway::start(1).await?;
+    for (details, cached) in [("null", 0.0), (r#"{"cached_tokens":3}"#, 1.0)] {
+        let body = json!({ "model": "fake", "prompt": document(1), "max_tokens": 4 }).to_string();
+        let (mut exchange, _) = gateway.request("/v1/completions", &[], body.as_bytes()).await?;
+        exchange.response_head("200", Default::default()).await?;
+        let usage = format!(r#"{{"usage":{{"prompt_tokens":50,"completion_tokens":4,"prompt_tokens_details":{details}}}}}"#);
+        exchange.response_chunk(usage.as_bytes(), true).await?;
+        until("the booking has ended", async || Ok(gateway.bookings().await? == 0)).await?;
+        let answers = 1.0 + cached;
+        assert_eq!(metric(&gateway, "tandem_frontend_prompt_tokens_total"), 50.0 * answers);
+        assert_eq!(metric(&gateway, "tandem_frontend_completion_tokens_total"), 4.0 * answers);
+        assert_eq!(metric(&gateway, "tandem_frontend_request_cached_tokens_count"), cached);
+    }
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn placement_on_observed_workers_is_explained_at_the_admin_port() -> Result<()> {
+    let gateway = Gateway::with(2, FakeSettings::default(), |settings| {
+        settings.picker.iter_mut().for_each(|picker| picker.admin_listen = Some(([127, 0, 0, 1], 0).into()));
+    })
+    .await?;
+    let (engine, _) = gateway.complete(&document(1), &[]).await?;
+    gateway.indexed().await?;
+    let url = format!("http://{}/v1/completions", gateway.cluster.admin.context("there is an admin port")?);
+    let body = json!({ "model": "fake", "prompt": document(1), "max_tokens": 1 });
+    let request = reqwest::Client::new().post(url).header("x-tandem-explain", "true").json(&body);
+    let explained: Value = serde_json::from_str(&request.send().await?.text().await?)?;
+    let prompt = &explained["prompts"][0];
+    assert_eq!(prompt["decode_worker"], format!("decode-{engine}"), "{explained}");
+    assert_eq!(prompt["workers"].as_array().map(Vec::len), Some(2), "{explained}");
+    assert_eq!(gateway.bookings().await?, 0);
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn router_places_no_request_of_a_frontend_on_an_observed_worker() -> Result<()> {
     let gateway = Gateway::start(1).await?;
     let prompt =
@@ -295,15 +352,13 @@ async fn picker_says_what_an_engine_lacks() -> Result<()> {
         let refused = Gateway::with(1, fake, |_| {}).await.err().context("the engine was accepted")?;
         assert!(format!("{refused:#}").contains(problem), "{refused:#}");
     }
-    let engine = FakeVllm::start(FakeSettings { ranks: 2, ..FakeSettings::default() }).await?;
-    drop(engine);
     let named = Gateway::with(1, FakeSettings::default(), |settings| {
         settings.worker.external.engine_url[0] = settings.worker.external.engine_url[0].replace("127.0.0.1", "localhost");
     });
     let refused = named.await.err().context("a name was accepted")?.to_string();
     assert!(refused.contains("ip:port"), "{refused}");
     let ranks = Gateway::with(1, FakeSettings { ranks: 2, ..FakeSettings::default() }, |_| {});
-    let refused = ranks.await.err().context("an engine with ranks was accepted")?.to_string();
-    assert!(refused.contains("data-parallel"), "{refused}");
+    let refused = ranks.await.err().context("an engine with ranks was accepted")?;
+    assert!(format!("{refused:#}").contains("data-parallel ranks"), "{refused:#}");
     Ok(())
 }

@@ -80,7 +80,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
         hash_key: settings.hash_key,
         handle_valid: settings.kv_lease / 2,
     });
-    let (served, _, metrics) = describe(&client).await?;
+    let (served, _, metrics) = describe(&client, settings).await?;
     let mut ranks = metrics::ranks(&metrics);
     ranks.retain(|(rank, _)| settings.rank.is_none_or(|wanted| wanted == *rank));
     if ranks.is_empty() {
@@ -104,7 +104,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         handle_valid: settings.kv_lease / 2,
     });
     let rank = settings.rank.unwrap_or(0);
-    let (served, version, metrics) = describe(&client).await?;
+    let (served, version, metrics) = describe(&client, &settings).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
     let (model, loras) = (model_description(&served), Arc::new(Loras::new(&served.id, served.loras)));
     let client = Arc::new(client.serving(model.context_length, Arc::clone(&loras), &constants));
@@ -207,8 +207,12 @@ fn model_description(served: &ServedModels) -> ModelDescription {
     ModelDescription { id: served.id.clone(), root: served.root.clone(), context_length: served.context_length }
 }
 
-async fn describe(client: &VllmClient) -> Result<(ServedModels, String, String), ConnectError> {
+/// Waits until the server answers, and returns its models, its version and its metrics.
+async fn describe(client: &VllmClient, settings: &VllmSettings) -> Result<(ServedModels, String, String), ConnectError> {
     let described = || async { Ok((served::models(client.http()).await?, client.version().await?, client.metrics().await?)) };
     let (served, version, metrics) = server::wait_until(client.http(), described).await?;
+    if settings.observed_at.is_some() && metrics::ranks(&metrics).len() > 1 {
+        return Err(ConnectError::ObservedRanks);
+    }
     Ok((served.ok_or(ConnectError::NoModel)?, version, metrics))
 }

@@ -2,7 +2,7 @@
 //! are defaults.
 
 use crate::settings::{EngineKind, KV_LEASE_SECONDS, KvConnector};
-use clap::{ArgMatches, ValueEnum};
+use clap::{ArgMatches, ValueEnum, parser::ValueSource};
 use std::net::SocketAddr;
 use tandem_frontend::CacheIsolation;
 
@@ -46,6 +46,9 @@ const SETTINGS_OF_OTHERS: &[&str] = &["prefill-engine-url", "engine-events-repla
 /// Settings of a frontend that an endpoint picker does not have.
 const SETTINGS_OF_FRONTENDS: &[&str] =
     &["api-keys-file", "audit-log", "cors-origin", "tls-cert", "tool-call-parser", "reasoning-parser", "passthrough"];
+
+/// Settings of an endpoint picker whose router and workers are other processes.
+const SETTINGS_OF_PICKERS_ALONE: &[&str] = &["router", "etcd", "advertise", "cluster-cert", "cluster-cert-key", "cluster-ca"];
 
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
@@ -118,10 +121,16 @@ fn check_observing(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bo
         ("epp", false) => {}
         _ => return Ok(()),
     }
-    match SETTINGS_OF_FRONTENDS.iter().find(|flag| role == "epp" && is_set(flag)) {
-        Some(flag) => Err(format!("--{flag} has no effect with `tandem epp`; configure the gateway, or run `tandem up`")),
-        None => Ok(()),
+    if let Some(flag) = SETTINGS_OF_FRONTENDS.iter().find(&is_set) {
+        return Err(format!("--{flag} has no effect with `tandem epp`; configure the gateway, or run `tandem up`"));
     }
+    let has_workers = is_set(&&"engine-url");
+    if let Some(flag) = SETTINGS_OF_PICKERS_ALONE.iter().find(|flag| has_workers && is_set(flag)) {
+        return Err(format!("--{flag} cannot be used with --engine-url, which starts a router here; set only one of them"));
+    }
+    // A file, which counts as a default, may have the policy for the router of its cluster.
+    let is_ignored = !has_workers && given.value_source("policy") != Some(ValueSource::DefaultValue);
+    if is_ignored { Err("--policy needs --engine-url here; it is a setting of `tandem router`".to_owned()) } else { Ok(()) }
 }
 
 /// Checks that the KV memory holds at least one block. The engine would round it up, and refuse nearly every prompt.

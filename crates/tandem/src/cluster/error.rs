@@ -62,10 +62,6 @@ pub enum StartError {
     ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
     #[error("gateways reach an engine by its address, so an endpoint picker needs ip:port in each --engine-url, not {url}")]
     ObservedName { url: String },
-    #[error(
-        "the engine at {url} has several data-parallel ranks, among which a gateway cannot choose; start a server for each rank"
-    )]
-    ObservedRanks { url: String },
     #[error("{0} is the name of a LoRA and of another model or another model's LoRA; give each model and LoRA a name of its own")]
     AmbiguousModel(String),
     #[error("--extra-model names {0}, but no engine serves it; write the model's id as its engine lists it in /v1/models")]

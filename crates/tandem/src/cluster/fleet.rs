@@ -55,9 +55,6 @@ pub(super) async fn workers(
         }
         let served = models.position(&model).map(|at| &models.0[at].0);
         let (revision, context_length) = served.map_or(("", 0), |served| (&served.revision, served.context_length));
-        if settings.picker.is_some() && engines.len() > 1 {
-            return Err(StartError::ObservedRanks { url: engines[0].0.url().to_owned() });
-        }
         for (engine, kv_tokens) in engines {
             let listener = loopback().await?;
             let index = workers.iter().filter(|worker| worker.role == role).count();

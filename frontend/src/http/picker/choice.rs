@@ -22,9 +22,9 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::{sync::Arc, time::Duration};
-use tandem_api::{Options, RequestError};
+use tandem_api::{Options, RequestError, at_most};
 use tandem_kv::{Namespace, Priority, cache_salt};
-use tandem_proto::ext_proc::ProcessingResponse;
+use tandem_proto::{TEXT_BYTES_MAX, ext_proc::ProcessingResponse};
 use tokio::{sync::watch, time::timeout};
 
 /// Maximum time for a placement. It takes less than a millisecond while a router answers.
@@ -181,19 +181,23 @@ async fn place(
 }
 
 /// Returns the parts of the body with the `cache_salt` of the request's namespace, by which the engine's blocks are known.
+///
+/// # Errors
+/// The client's model or salt is too long, or the request is shed.
 async fn salted(incoming: &Incoming, named: NamespaceFields, body: Bytes) -> Result<Vec<Bytes>, ApiError> {
     let app = &incoming.app;
-    let (owner, own) = (incoming.header_options.cache_owner.as_deref(), named.cache_salt.as_deref().unwrap_or_default());
+    at_most("model", named.model.as_deref().map_or(0, str::len), TEXT_BYTES_MAX, "bytes")?;
+    let (owner, own) = (incoming.header_options.cache_owner.as_deref(), tandem_api::cache_salt(named.cache_salt)?);
     let served = named.model.as_deref().map_or_else(|| Some(app.models.first().clone()), |model| app.models.get(model));
     let namespace = match served {
-        Some(served) => App::namespace(&served.model, owner, own),
+        Some(served) => App::namespace(&served.model, owner, &own),
         None => {
-            let namespace = Namespace::new(named.model.as_deref().unwrap_or_default(), "", "", own);
+            let namespace = Namespace::new(named.model.as_deref().unwrap_or_default(), "", "", &own);
             owner.map_or(namespace.clone(), |owner| namespace.of_account(owner))
         }
     };
     let salt = cache_salt(&app.hash_key, &namespace);
-    if named.cache_salt.is_none() {
+    if own.is_empty() {
         return Ok(with_salt(&body, &salt));
     }
     let replace = move || {

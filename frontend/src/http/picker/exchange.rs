@@ -68,16 +68,6 @@ struct Modes {
     answer: BodySendMode,
 }
 
-/// How a body that was held has ended.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum BodyEnd {
-    /// With its last chunk.
-    Chunk,
-    Trailers,
-    /// The gateway has closed the stream.
-    Left,
-}
-
 /// A request whose server is chosen.
 struct PlacedRequest {
     incoming: Incoming,
@@ -109,11 +99,11 @@ impl GatewayStream {
             // The server might read a body of this type nevertheless, and would then answer from the cache of all accounts.
             return self.send(choice::refuse(&mut incoming, ApiError::ContentType)).await;
         }
-        let read = if holds { self.body(&incoming).await? } else { Ok((None, HeldBytes::new(), BodyEnd::Chunk)) };
-        let (body, held, end) = match read {
-            Ok((_, _, BodyEnd::Left)) => return Ok(()),
-            Ok(read) => read,
-            Err(error) => return self.send(choice::refuse(&mut incoming, error)).await,
+        let read = if holds { self.body(&incoming).await? } else { Some(Ok((None, HeldBytes::new(), Then::End))) };
+        let (body, held, then) = match read {
+            None => return Ok(()),
+            Some(Ok(read)) => read,
+            Some(Err(error)) => return self.send(choice::refuse(&mut incoming, error)).await,
         };
         let Chosen { booking, prompt, placement, is_compared, body } =
             match choice::choose(&mut incoming, body, head.subset).await {
@@ -123,10 +113,10 @@ impl GatewayStream {
         let endpoints: Vec<&str> = placement.endpoints.iter().map(|endpoint| &*endpoint.address).collect();
         self.send(wire::destination(&endpoints.join(","))).await?;
         if holds {
-            for piece in pieces(body, if end == BodyEnd::Chunk { Then::End } else { Then::More }) {
+            for piece in pieces(body, then) {
                 self.send(answer(Response::RequestBody(piece))).await?;
             }
-            if end == BodyEnd::Trailers {
+            if then == Then::More {
                 self.send(answer(Response::RequestTrailers(TrailersResponse {}))).await?;
             }
         }
@@ -149,7 +139,7 @@ impl GatewayStream {
         self.answers.send(message).await.map_err(|_| Status::cancelled("the stream has ended"))
     }
 
-    /// Returns the request's head; `None` if the gateway has closed the stream.
+    /// Returns the request's head; `None` if the gateway has closed the stream or has answered, or if the request is refused.
     async fn head(&mut self) -> Result<Option<RequestHead>, Status> {
         let late = |_| Status::deadline_exceeded("the request's headers have not arrived");
         let Some(message) = timeout(HEAD_MAX, self.messages.message()).await.map_err(late)?? else { return Ok(None) };
@@ -157,9 +147,11 @@ impl GatewayStream {
         if observability_mode {
             return Err(Status::failed_precondition("an endpoint picker must be able to answer; unset observability_mode"));
         }
-        let Some(Request::RequestHeaders(HttpHeaders { headers, end_of_stream })) = request else {
-            let reason = "the first message must have the request's headers; set request_header_mode to SEND";
-            return Err(Status::invalid_argument(reason));
+        let HttpHeaders { headers, end_of_stream } = match request {
+            Some(Request::RequestHeaders(headers)) => headers,
+            // The gateway itself has answered a request that has not reached its external processor.
+            Some(Request::ResponseHeaders(_)) => return Ok(None),
+            _ => return Err(Status::invalid_argument("set request_header_mode to SEND: the request's headers come first")),
         };
         // A gateway that does not name its modes follows the endpoint picker protocol.
         let full = BodySendMode::FullDuplexStreamed;
@@ -167,48 +159,51 @@ impl GatewayStream {
             request: modes.request_body_mode(),
             answer: modes.response_body_mode(),
         });
-        let parts = wire::head(headers, self.peer)?;
-        Ok(Some(RequestHead { parts, ends: end_of_stream, subset: wire::subset(metadata_context.as_ref()), modes }))
+        let read = wire::head(headers, self.peer)?.and_then(|parts| Ok((parts, wire::subset(metadata_context.as_ref())?)));
+        match read {
+            Ok((parts, subset)) => Ok(Some(RequestHead { parts, ends: end_of_stream, subset, modes })),
+            Err(error) => self.send(wire::refusal(error)).await.map(|()| None),
+        }
     }
 
-    /// Reads the whole body, within the limits of a frontend.
+    /// Reads the whole body, within the limits of a frontend. Returns also what follows the body: trailers, or nothing. Returns `None` if the
+    /// gateway has closed the stream, or has answered the request itself, so that no server gets it.
     ///
     /// # Errors
     /// The gateway's messages do not follow the protocol. The inner error is that of a body that is not accepted.
-    async fn body(&mut self, incoming: &Incoming) -> Result<Result<(Option<Bytes>, HeldBytes, BodyEnd), ApiError>, Status> {
+    async fn body(&mut self, incoming: &Incoming) -> Result<Option<Result<(Option<Bytes>, HeldBytes, Then), ApiError>>, Status> {
         let (chunks, received) = mpsc::channel::<Result<Bytes, Infallible>>(1);
         let feed = async {
             let chunks = chunks;
             loop {
-                let Some(message) = self.messages.message().await? else { return Ok(BodyEnd::Left) };
+                let Some(message) = self.messages.message().await? else { return Ok(None) };
                 match message.request {
                     Some(Request::RequestBody(HttpBody { body, end_of_stream })) => {
                         // If the body is refused, its rest is not read.
                         chunks.send(Ok(body)).await.ok();
                         if end_of_stream {
-                            return Ok(BodyEnd::Chunk);
+                            return Ok(Some(Then::End));
                         }
                     }
-                    Some(Request::RequestTrailers(_)) => return Ok(BodyEnd::Trailers),
+                    Some(Request::RequestTrailers(_)) => return Ok(Some(Then::More)),
                     None => unknown_message("Process"),
-                    Some(_) => return Err(Status::invalid_argument("a message of the answer precedes the end of the request")),
+                    Some(Request::RequestHeaders(_)) => return Err(Status::invalid_argument("a stream is for one request")),
+                    Some(_) => return Ok(None),
                 }
             }
         };
         let mut body = Body::from_stream(ReceiverStream::new(received));
         let mut read = pin!(self.app.bodies.collect(BodyForm::Json, incoming.client.as_ref(), &mut body));
-        let (read, end) = tokio::select! {
+        let (read, then) = tokio::select! {
             biased;
-            read = &mut read => (read, BodyEnd::Left),
-            end = feed => {
-                let end = end?;
-                if end == BodyEnd::Left {
-                    return Ok(Ok((None, HeldBytes::new(), end)));
-                }
-                (read.await, end)
-            }
+            // The body is refused.
+            read = &mut read => (read, Then::End),
+            then = feed => match then? {
+                Some(then) => (read.await, then),
+                None => return Ok(None),
+            },
         };
-        Ok(read.map(|(bytes, held)| (Some(bytes), held, end)))
+        Ok(Some(read.map(|(bytes, held)| (Some(bytes), held, then))))
     }
 
     /// Gives back what the gateway sends, until it closes the stream.

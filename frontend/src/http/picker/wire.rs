@@ -2,17 +2,17 @@
 
 use crate::{dispatch::DispatchError, error::ApiError};
 use axum::{
-    http::{HeaderName, HeaderValue, Method, Request, StatusCode, request::Parts},
+    http::{HeaderName, HeaderValue, Method, Request, StatusCode, Uri, request::Parts},
     response::IntoResponse,
 };
 use bytes::Bytes;
 use std::net::IpAddr;
-use tandem_api::RequestError;
+use tandem_api::{Problem, RequestError, at_most};
 use tandem_process::listen::PeerAddress;
 use tandem_proto::ext_proc::{
     self, BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeaderValueOption, HeadersResponse, HttpStatus,
-    ImmediateResponse, ListValue, Metadata, ProcessingResponse, StreamedBodyResponse, Struct, Value,
-    header_value_option::AppendAction, processing_response::Response, value::Kind,
+    ImmediateResponse, Metadata, ProcessingResponse, StreamedBodyResponse, Struct, Value, header_value_option::AppendAction,
+    processing_response::Response, value::Kind,
 };
 use tonic::Status;
 
@@ -22,6 +22,10 @@ const DESTINATION: &str = "x-gateway-destination-endpoint";
 const NAMESPACE: &str = "envoy.lb";
 /// The metadata with which a gateway limits the choice.
 const SUBSET: (&str, &str) = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset");
+/// The maximum number of endpoints in that metadata. A router compares them with the address of each worker.
+const SUBSET_MAX: usize = 1_024;
+/// No endpoint, at most an IPv6 address with a scope and a port, is longer.
+const ENDPOINT_BYTES_MAX: usize = 64;
 /// The key with which a gateway reports the endpoint that has answered.
 const SERVED: &str = "x-gateway-destination-endpoint-served";
 
@@ -31,15 +35,15 @@ const PIECE_BYTES: usize = 62 << 10;
 /// Returns the head of the HTTP request. Headers that HTTP does not allow are left out.
 ///
 /// # Errors
-/// The message has no method or no path.
-pub(super) fn head(headers: Option<ext_proc::HeaderMap>, peer: Option<IpAddr>) -> Result<Parts, Status> {
+/// The message has no method or no path. The inner error is that of a path which the client must not send.
+pub(super) fn head(headers: Option<ext_proc::HeaderMap>, peer: Option<IpAddr>) -> Result<Result<Parts, ApiError>, Status> {
     let (mut parts, ()) = Request::new(()).into_parts();
     let (mut method, mut uri) = (None, None);
     for ext_proc::HeaderValue { key, value, raw_value } in headers.unwrap_or_default().headers {
         let value = if raw_value.is_empty() { Bytes::from(value) } else { raw_value };
         match &*key {
             ":method" => method = Method::from_bytes(&value).ok(),
-            ":path" => uri = std::str::from_utf8(&value).ok().and_then(|path| path.parse().ok()),
+            ":path" => uri = Some(Uri::from_maybe_shared(value)),
             _ => {
                 if let (Ok(name), Ok(value)) = (key.parse::<HeaderName>(), HeaderValue::from_maybe_shared(value)) {
                     let added = parts.headers.try_append(name, value);
@@ -51,25 +55,35 @@ pub(super) fn head(headers: Option<ext_proc::HeaderMap>, peer: Option<IpAddr>) -
     let (Some(method), Some(uri)) = (method, uri) else {
         return Err(Status::invalid_argument("the request's headers lack :method or :path"));
     };
+    let Ok(uri) = uri else {
+        let rule = "is not one that a URL may have; send it with other characters percent-encoded";
+        return Ok(Err(ApiError::invalid(":path", Problem::Rule { rule })));
+    };
     (parts.method, parts.uri) = (method, uri);
     if let Some(address) = peer {
         parts.extensions.insert(PeerAddress(address));
     }
-    Ok(parts)
+    Ok(Ok(parts))
 }
 
 fn find<'a>(metadata: Option<&'a Metadata>, namespace: &str, key: &str) -> Option<&'a Value> {
     metadata?.filter_metadata.get(namespace)?.fields.get(key)
 }
 
-/// Returns the endpoints to which the gateway limits the choice; `None` if it does not limit it.
-pub(super) fn subset(metadata: Option<&Metadata>) -> Option<Vec<String>> {
-    let split = |text: &str| text.split(',').map(|endpoint| endpoint.trim().to_owned()).collect::<Vec<_>>();
-    let text = |value: &Value| if let Some(Kind::StringValue(text)) = &value.kind { split(text) } else { Vec::new() };
-    match find(metadata, SUBSET.0, SUBSET.1)? {
-        Value { kind: Some(Kind::ListValue(ListValue { values })) } => Some(values.iter().flat_map(text).collect()),
-        value => Some(text(value)),
-    }
+/// Returns the endpoints to which the gateway limits the choice; `None` if it does not limit it. Texts that are too long for an endpoint are
+/// left out, because no server has them.
+///
+/// # Errors
+/// There are too many endpoints.
+pub(super) fn subset(metadata: Option<&Metadata>) -> Result<Option<Vec<String>>, ApiError> {
+    let Some(value) = find(metadata, SUBSET.0, SUBSET.1) else { return Ok(None) };
+    let values = if let Some(Kind::ListValue(list)) = &value.kind { &list.values[..] } else { std::slice::from_ref(value) };
+    let texts = values.iter().filter_map(|value| if let Some(Kind::StringValue(text)) = &value.kind { Some(text) } else { None });
+    let endpoints = texts.flat_map(|text| text.split(',')).map(str::trim);
+    let endpoints = endpoints.filter(|endpoint| (1..=ENDPOINT_BYTES_MAX).contains(&endpoint.len()));
+    let endpoints: Vec<String> = endpoints.take(SUBSET_MAX + 1).map(str::to_owned).collect();
+    at_most(SUBSET.1, endpoints.len(), SUBSET_MAX, "endpoints")?;
+    Ok(Some(endpoints))
 }
 
 /// Returns the endpoint that has answered, as the gateway reports it.
@@ -152,6 +166,7 @@ pub(super) fn pieces(parts: Vec<Bytes>, then: Then) -> impl Iterator<Item = Body
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tandem_proto::ext_proc::ListValue;
 
     fn sizes(parts: &[usize], then: Then) -> Vec<(usize, bool)> {
         let parts = parts.iter().map(|bytes| Bytes::from(vec![0; *bytes])).collect();
@@ -178,17 +193,28 @@ mod tests {
         let text = |text: &str| Kind::StringValue(text.to_owned());
         let list =
             |all: &[&str]| Kind::ListValue(ListValue { values: all.iter().map(|one| Value { kind: Some(text(one)) }).collect() });
+        let long = format!("b:2,{}", "9".repeat(ENDPOINT_BYTES_MAX + 1));
+        let most = vec!["a:1"; SUBSET_MAX];
         for (kind, expected) in [
             (Some(text("a:1, b:2")), &["a:1", "b:2"][..]),
             (Some(list(&["a:1", "b:2,c:3"])), &["a:1", "b:2", "c:3"]),
+            (Some(list(&["a:1", &long])), &["a:1", "b:2"]),
+            (Some(text(&long[4..])), &[]),
+            (Some(text(&most.join(","))), &most),
             (Some(list(&[])), &[]),
             (Some(Kind::StructValue(Struct::default())), &[]),
             (None, &[]),
         ] {
-            let found = subset(Some(&metadata(kind)));
+            let found = subset(Some(&metadata(kind))).expect("the list is short");
             assert_eq!(found.as_deref(), Some(&*expected.iter().map(|&one| one.to_owned()).collect::<Vec<_>>()));
         }
-        assert_eq!(subset(Some(&Metadata::default())), None);
-        assert_eq!(subset(None), None);
+        for kind in [text(&[&most[..], &["b:2"]].concat().join(",")), list(&[&most[..], &["b:2"]].concat())] {
+            let refused = subset(Some(&metadata(Some(kind)))).expect_err("the list is too long");
+            assert!(
+                refused.status() == StatusCode::BAD_REQUEST && refused.to_string().contains("at most 1024 endpoints"),
+                "{refused}"
+            );
+        }
+        assert!(matches!((subset(Some(&Metadata::default())), subset(None)), (Ok(None), Ok(None))));
     }
 }
