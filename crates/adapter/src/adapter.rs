@@ -39,14 +39,17 @@ impl Adapter {
         self.loras.serve_as(name);
     }
 
-    /// Refuses a request if this worker only observes its engine.
-    fn check_computes(&self) -> Result<(), Refusal> {
-        if self.shared.engine_endpoint.is_empty() {
-            return Ok(());
+    /// Refuses a request if this worker only observes its engine, or if the engine's server has failed.
+    fn check_engine(&self) -> Result<(), Refusal> {
+        if !self.shared.engine_endpoint.is_empty() {
+            return Err(Refusal::Unsupported(
+                "this worker only observes its engine (--observe); the engine's requests come through a gateway".into(),
+            ));
         }
-        Err(Refusal::Unsupported(
-            "this worker only observes its engine (--observe); the engine's requests come through a gateway".into(),
-        ))
+        if self.shared.server_failed.get() {
+            return Err(Refusal::Unusable("the engine's server has failed".into()));
+        }
+        Ok(())
     }
 }
 
@@ -57,13 +60,13 @@ impl Backend for Adapter {
     }
 
     async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal> {
-        self.check_computes()?;
+        self.check_engine()?;
         prefill.check(self.info())?;
         Ok(Box::new(job::prefill(&self.shared, &self.api, prefill)?))
     }
 
     async fn generate(&self, mut generate: Generate) -> Result<Box<dyn Job>, Refusal> {
-        self.check_computes()?;
+        self.check_engine()?;
         generate.check(self.info())?;
         // Without this constraint, which no engine can enforce, the model can still call these tools.
         generate.sampling.constraint.take_if(|constraint| matches!(constraint.kind, Kind::CallInputs(_)));

@@ -1,6 +1,6 @@
 //! The requests that an adapter sends to an engine's server. Each kind of engine implements them with its own protocol.
 
-use crate::http::HttpError;
+use crate::{http::HttpError, server::EngineServer};
 use futures::stream::BoxStream;
 use std::{borrow::Cow, sync::Arc};
 use tandem_engine::{Generate, KvHandle, PromptImage, Refusal, Sampling, TokenLogprob, TokenLogprobs};
@@ -9,7 +9,7 @@ use tandem_process::retry::error_chain;
 
 /// The server of an external engine.
 #[tonic::async_trait]
-pub(crate) trait Api: Send + Sync + 'static {
+pub(crate) trait Api: EngineServer {
     /// Checks whether the engine supports what the request needs.
     ///
     /// # Errors

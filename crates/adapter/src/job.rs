@@ -96,10 +96,9 @@ where
     F: Future<Output = Result<(), JobEnd>> + Send,
 {
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
-    let (sender, handle) = oneshot::channel();
-    let cancelled = CancellationToken::new();
+    let ((sender, handle), cancelled) = (oneshot::channel(), CancellationToken::new());
     let task = Task { api: Arc::clone(api), shared: Arc::clone(shared), events: events.clone(), cancelled: cancelled.clone() };
-    let mut tasks = JoinSet::new();
+    let (shared, api, mut tasks) = (Arc::clone(shared), Arc::clone(api), JoinSet::new());
     tasks.spawn(async move {
         let QueuedWork { mut queued, work } = waiting;
         let slot = tokio::select! {
@@ -121,6 +120,7 @@ where
             () = closed.closed() => {}
             ended = run(task, running) => {
                 if let Err(JobEnd::Event(event)) = ended {
+                    shared.server_failed.check_after(&event, &*api).await;
                     drop(events.send(event).await);
                 }
             }

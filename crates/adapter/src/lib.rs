@@ -24,5 +24,5 @@ pub use adapter::Adapter;
 pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, UnknownMedium};
 pub use http::ClientError;
 pub use mirror::{Mirror, MirrorSettings, Unroutable, WrongBlockSize};
-pub use server::{ConnectError, Connected, EngineEnded, ModelDescription, ServerDescription};
+pub use server::{ConnectError, Connected, EngineEnded, ModelDescription, ServerDescription, ServerFailed};
 pub use settings::ServerSettings;

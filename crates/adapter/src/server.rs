@@ -13,7 +13,14 @@ use crate::{
 };
 use futures::future::BoxFuture;
 use hyper::Method;
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+use tandem_engine::Event;
 use tandem_process::{Backoff, retry::error_chain, starting};
 use tokio::{
     sync::watch,
@@ -34,6 +41,9 @@ const LORAS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time limit of a health check. A check without an answer is followed by another one.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time limit of a health check after a request has failed. The failure is reported after the check.
+const FAILED_CHECK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// After this number of consecutive failed checks, the engine is treated as ended.
 const FAILED_CHECKS_MAX: u32 = 3;
@@ -150,6 +160,30 @@ pub(crate) trait EngineServer: Send + Sync + 'static {
     }
 }
 
+/// Whether a server has failed together with a request. The workers of its data-parallel ranks share this value: a request that one rank has lost
+/// must not be lost again on another rank of the same server, because after two losses a request is not sent again.
+#[derive(Clone, Debug, Default)]
+pub struct ServerFailed(Arc<AtomicBool>);
+
+impl ServerFailed {
+    pub(crate) fn get(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set(&self, has_failed: bool) {
+        self.0.store(has_failed, Ordering::Relaxed);
+    }
+
+    /// Checks the server if a job ends with a failure, before the failure is reported.
+    pub(crate) async fn check_after(&self, end: &Event, server: &dyn Api) {
+        if matches!(end, Event::Failed)
+            && let Ok(Err(_)) = timeout(FAILED_CHECK_TIMEOUT, server.check_health()).await
+        {
+            self.set(true);
+        }
+    }
+}
+
 pub(crate) struct ConnectedEngine {
     pub shared: Arc<AdapterState>,
     pub exchange: EngineExchange,
@@ -170,13 +204,9 @@ pub struct Connected {
 }
 
 impl Connected {
-    pub(crate) fn new<S: Api + EngineServer>(
-        server: Arc<S>,
-        engine: ConnectedEngine,
-        model: ModelDescription,
-        loras: Arc<Loras>,
-    ) -> Self {
+    pub(crate) fn new<S: Api>(server: Arc<S>, engine: ConnectedEngine, model: ModelDescription, loras: Arc<Loras>) -> Self {
         let ConnectedEngine { shared, exchange, instance, silence_max, events } = engine;
+        shared.server_failed.set(false);
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
         let adapter = Adapter {
@@ -190,7 +220,7 @@ impl Connected {
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,
-                ended = check_health(&*server, &instance, silence_max, &shared.engine_load, &hung) => ended,
+                ended = check_health(&*server, &instance, silence_max, (&shared.engine_load, &shared.server_failed), &hung) => ended,
                 () = publish_load(&shared) => EngineEnded::Gone,
                 () = follow_loras(&*server, &loras) => EngineEnded::Gone,
             };
@@ -275,7 +305,7 @@ async fn check_health(
     server: &impl EngineServer,
     instance: &Instance,
     silence_max: Duration,
-    engine_load: &EngineLoad,
+    (engine_load, server_failed): (&EngineLoad, &ServerFailed),
     hung: &watch::Sender<bool>,
 ) -> EngineEnded {
     let (mut failed, mut answered_at) = (0, Instant::now());
@@ -287,6 +317,7 @@ async fn check_health(
             Ok(now) if now.is_some() && now != *instance => return EngineEnded::Restarted,
             Ok(_) => {
                 (failed, answered_at) = (0, Instant::now());
+                server_failed.set(false);
                 hung.send_replace(false);
             }
             Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
@@ -415,7 +446,7 @@ mod tests {
         };
         tokio::select! {
             () = story => {}
-            _ended = check_health(&server, &None, Duration::from_secs(30), &engine_load, &hung) => panic!("the engine has not ended"),
+            _ended = check_health(&server, &None, Duration::from_secs(30), (&engine_load, &ServerFailed::default()), &hung) => panic!("the engine has not ended"),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The state that all jobs of an adapter share: the mirror of the engine's cache, the slots in the engine, and the load.
 
-use crate::{api::EngineCall, engine_load::EngineLoad, mirror::Mirror, slots::Slots};
+use crate::{api::EngineCall, engine_load::EngineLoad, mirror::Mirror, server::ServerFailed, slots::Slots};
 use parking_lot::Mutex;
 use std::sync::{
     Arc,
@@ -25,6 +25,8 @@ pub(crate) struct AdapterState {
     pub shared_store: String,
     /// The ip:port at which gateways reach the engine, if this adapter only observes it; else empty.
     pub engine_endpoint: String,
+    /// Whether the engine's server has failed, as a worker of any of its ranks has found.
+    pub server_failed: ServerFailed,
     mirror: Mutex<Mirror>,
     /// The sender of all batches of KV events; `None` once the engine has ended.
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
@@ -71,6 +73,7 @@ impl AdapterState {
             cached_blocks_max: mirror.cached_blocks_max(),
             shared_store: String::new(),
             engine_endpoint: String::new(),
+            server_failed: ServerFailed::default(),
             mirror: Mutex::new(mirror),
             batches: Mutex::new(Some(batches)),
             last: Mutex::default(),

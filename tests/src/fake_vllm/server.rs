@@ -171,7 +171,7 @@ impl FakeVllm {
             render_changes: Mutex::default(),
         });
         let routes = Router::new()
-            .route("/health", get(async || StatusCode::OK))
+            .route("/health", get(health))
             .route("/version", get(async || Json(json!({ "version": "0.32.0" }))))
             .route("/v1/models", get(models))
             .route("/metrics", get(metrics))
@@ -269,7 +269,7 @@ impl FakeVllm {
         self.engine.fails.store(fails, Ordering::SeqCst);
     }
 
-    /// Ends all streams in the middle, and lets every later request to generate tokens fail.
+    /// Ends all streams in the middle, and lets every later request to generate tokens, and every health check, fail.
     pub fn crash(&self) {
         self.engine.crashed.store(true, Ordering::SeqCst);
         self.fail(true);
@@ -284,6 +284,10 @@ impl FakeVllm {
     pub fn lose_held_kv(&self) {
         self.engine.settings.fabric.lock().retain(|(engine, _), _| *engine != self.engine.id);
     }
+}
+
+async fn health(State(engine): State<Arc<Engine>>) -> StatusCode {
+    if engine.crashed.load(Ordering::SeqCst) { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }
 }
 
 async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {

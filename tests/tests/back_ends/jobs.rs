@@ -252,6 +252,24 @@ async fn cached_blocks_are_assumed_from_prompts_and_answers_if_the_engine_publis
     Ok(())
 }
 
+/// Otherwise a request would be lost twice with one server, and after two losses it is not sent again.
+#[tokio::test]
+async fn rank_of_a_server_that_has_failed_refuses_what_another_rank_has_lost() -> Result<()> {
+    let fake = FakeVllm::start(FakeSettings { ranks: 2, ..FakeSettings::default() }).await?;
+    let of_all = VllmSettings { rank: Some(0), ..settings(&fake) };
+    let (first, _first_follower) = connect(of_all.clone()).await?.into_parts();
+    let (second, _second_follower) = connect(VllmSettings { rank: Some(1), ..of_all }).await?.into_parts();
+    fake.fail(true);
+    for rank in [&first, &second] {
+        let report = run(rank, generate(&prompt(1, 40), 3)).await?;
+        assert_eq!(report.other, ["Failed"], "the server is healthy, so the request may be the cause");
+    }
+    fake.crash();
+    assert_eq!(run(&first, generate(&prompt(1, 40), 3)).await?.other, ["Failed"]);
+    assert!(matches!(second.generate(generate(&prompt(1, 40), 3)).await, Err(Refusal::Unusable(_))));
+    Ok(())
+}
+
 #[tokio::test]
 async fn restart_of_the_engine_ends_the_workers_instance() -> Result<()> {
     let External { fake, adapter, mut follower } = external(FakeSettings::default(), |_| {}).await?;

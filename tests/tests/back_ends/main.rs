@@ -53,6 +53,7 @@ fn settings(fake: &FakeVllm) -> VllmSettings {
         kv_lease: Duration::from_secs(30),
         shared_store: None,
         silence_max: Duration::from_secs(60),
+        server_failed: Default::default(),
         observed_at: None,
     }
 }

@@ -31,6 +31,7 @@ fn settings(fake: &FakeSglang) -> SglangSettings {
         waiting_max: 8,
         shared_store: None,
         silence_max: Duration::from_secs(60),
+        server_failed: Default::default(),
     }
 }
 

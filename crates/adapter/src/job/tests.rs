@@ -3,6 +3,7 @@
 use super::*;
 use crate::{
     mirror::{Mirror, MirrorSettings},
+    server::{EngineServer, Instance},
     slots::{SlotLimits, Slots},
 };
 use futures::stream::{self, BoxStream};
@@ -12,6 +13,13 @@ use tandem_kv::{HashKey, Namespace, Priority};
 
 /// A server that answers a generation with these chunks, and then sends nothing.
 struct Fake(Mutex<Vec<AnswerChunk>>);
+
+#[tonic::async_trait]
+impl EngineServer for Fake {
+    async fn check_health(&self) -> Result<Instance, EngineFailure> {
+        Ok(None)
+    }
+}
 
 #[tonic::async_trait]
 impl Api for Fake {

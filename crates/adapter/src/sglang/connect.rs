@@ -11,7 +11,7 @@ use crate::{
     kv_events::{self, KvEvents, MIRRORED_BLOCKS_MAX, SharedStore},
     mirror::{Mirror, MirrorSettings},
     served::{self, Loras, ServedModels},
-    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
+    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription, ServerFailed},
     shared::AdapterState,
     slots::{SlotLimits, Slots},
 };
@@ -50,6 +50,8 @@ pub struct SglangSettings {
     pub shared_store: Option<SharedStore>,
     /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
+    /// Whether the server has failed. The settings of all its ranks share this value.
+    pub server_failed: ServerFailed,
 }
 
 impl SglangSettings {
@@ -169,6 +171,7 @@ pub async fn connect(settings: SglangSettings) -> Result<Connected, ConnectError
     let limits = SlotLimits { running, blocks: capacity_blocks.into(), waiting: waiting_max };
     let mut shared = AdapterState::new(engine, Slots::new(limits), mirror, approximate);
     shared.shared_store = settings.shared_store.map(|store| store.name).unwrap_or_default();
+    shared.server_failed = settings.server_failed;
     let shared = Arc::new(shared);
     described.log(&url, http.host(), &exchange, endpoint.as_deref());
     let (uses_seeds, finds_reasoning) = (info.enable_deterministic_inference, info.reasoning_parser.is_some());

@@ -10,7 +10,7 @@ use crate::{
     kv_events::{self, KvEvents, MIRRORED_BLOCKS_MAX, SharedStore},
     mirror::{Mirror, MirrorSettings},
     served::{self, Loras, ServedModels},
-    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
+    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription, ServerFailed},
     shared::AdapterState,
     slots::{SlotLimits, Slots},
 };
@@ -53,6 +53,8 @@ pub struct VllmSettings {
     pub shared_store: Option<SharedStore>,
     /// After this time without an answer to a health check and without progress, the engine is treated as hung.
     pub silence_max: Duration,
+    /// Whether the server has failed. The settings of all its ranks share this value.
+    pub server_failed: ServerFailed,
     /// The address at which a gateway's requests reach the server. The adapter then only observes the server. `None`: it sends requests to it.
     pub observed_at: Option<SocketAddr>,
 }
@@ -146,6 +148,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let shared_store = settings.shared_store.map(|store| store.name).unwrap_or_default();
     let mut shared = AdapterState::new(info, Slots::new(limits), mirror, approximate);
     shared.shared_store = shared_store;
+    shared.server_failed = settings.server_failed;
     shared.engine_endpoint = settings.observed_at.map(|address| address.to_string()).unwrap_or_default();
     let shared = Arc::new(shared);
     let family = settings.nixl.then(|| {

@@ -5,6 +5,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_adapter::{
+    ServerFailed,
     kv_events::{KvEvents, SharedStore},
     llama_cpp::LlamaCppSettings,
     sglang::SglangSettings,
@@ -121,6 +122,7 @@ impl ExternalArgs {
             waiting_max: limits.waiting_max as usize,
             shared_store: self.shared_store(),
             silence_max: limits.silence_max,
+            server_failed: ServerFailed::default(),
         }
     }
 
@@ -140,6 +142,7 @@ impl ExternalArgs {
             kv_lease: Duration::from_secs(self.engine_kv_lease),
             shared_store: self.shared_store(),
             silence_max: limits.silence_max,
+            server_failed: ServerFailed::default(),
             observed_at: self.observe,
         }
     }
