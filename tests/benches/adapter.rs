@@ -88,6 +88,7 @@ async fn worker(url: String) -> Result<SocketAddr> {
         kv_lease: Duration::from_secs(30),
         shared_store: None,
         silence_max: Duration::from_secs(60),
+        server_failed: Default::default(),
         observed_at: None,
     };
     let connected = connect(settings).await?;

@@ -109,7 +109,9 @@ impl FakeLlamaCpp {
         let counter = Arc::clone(&connections);
         let mut serving = JoinSet::new();
         serving.spawn(async move {
-            let listener = listener.tap_io(move |_| drop(counter.fetch_add(1, Ordering::SeqCst)));
+            let listener = listener.tap_io(move |_| {
+                counter.fetch_add(1, Ordering::SeqCst);
+            });
             let _ = axum::serve(listener, routes).await;
         });
         Ok(Self { address, connections, server, _serving: serving })

@@ -377,6 +377,7 @@ mod tests {
             kv_lease: Duration::from_secs(30),
             shared_store: None,
             silence_max: Duration::from_secs(60),
+            server_failed: ServerFailed::default(),
             observed_at: None,
         };
         let llama_cpp = LlamaCppSettings {
@@ -401,6 +402,7 @@ mod tests {
             waiting_max: 1,
             shared_store: None,
             silence_max: Duration::from_secs(60),
+            server_failed: ServerFailed::default(),
         };
         [ServerSettings::Vllm(vllm), ServerSettings::LlamaCpp(llama_cpp), ServerSettings::Sglang(sglang)]
     }
@@ -427,6 +429,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn engine_is_treated_as_hung_if_it_is_silent_for_long_and_makes_no_progress() {
         let (server, engine_load) = (Silent(AtomicBool::new(true)), Arc::new(EngineLoad::default()));
+        let failed = ServerFailed::default();
         let (hung, is_hung) = watch::channel(false);
         let work = LoadShare::new(&engine_load, "a".to_owned(), 0, (1, 1));
         work.submitted();
@@ -446,7 +449,7 @@ mod tests {
         };
         tokio::select! {
             () = story => {}
-            _ended = check_health(&server, &None, Duration::from_secs(30), (&engine_load, &ServerFailed::default()), &hung) => panic!("the engine has not ended"),
+            _ended = check_health(&server, &None, Duration::from_secs(30), (&engine_load, &failed), &hung) => panic!("the engine has not ended"),
         }
     }
 }

@@ -14,10 +14,7 @@ use crate::{
     served::{self, Loras},
     server::{self, EngineServer, Instance},
 };
-use futures::{
-    StreamExt,
-    stream::{self, BoxStream},
-};
+use futures::{StreamExt, stream::BoxStream};
 use hyper::{Method, Response, body::Incoming};
 use serde::Deserialize;
 use serde_json::json;
