@@ -1,13 +1,33 @@
 //! The requests that an adapter sends to an engine's server. Each kind of engine implements them with its own protocol.
 
-use crate::{http::HttpError, server::EngineServer};
+use crate::http::HttpError;
 use futures::stream::BoxStream;
 use std::{borrow::Cow, sync::Arc};
 use tandem_engine::{Generate, KvHandle, PromptImage, Refusal, Sampling, TokenLogprob, TokenLogprobs};
 use tandem_kv::{ImageStart, Namespace, TokenId};
 use tandem_process::retry::error_chain;
 
-/// The server of an external engine.
+/// A value that differs between two runs of a server at one address; `None` if the server reports no such value.
+pub(crate) type Instance = Option<String>;
+
+#[tonic::async_trait]
+pub(crate) trait EngineServer: Send + Sync + 'static {
+    /// Checks that the engine can work.
+    ///
+    /// # Errors
+    /// Fails if the server does not answer, or if it reports that the engine has failed.
+    async fn check_health(&self) -> Result<Instance, EngineFailure>;
+
+    /// Returns the names of the LoRAs that the server serves now.
+    ///
+    /// # Errors
+    /// Fails if the server does not answer, or answers with an error.
+    async fn loras(&self) -> Result<Vec<String>, EngineFailure> {
+        Ok(Vec::new())
+    }
+}
+
+/// The requests to the server of an external engine.
 #[tonic::async_trait]
 pub(crate) trait Api: EngineServer {
     /// Checks whether the engine supports what the request needs.

@@ -3,24 +3,18 @@
 use crate::{
     Adapter,
     adapter::EngineExchange,
-    api::{Api, EngineFailure},
+    api::{Api, EngineFailure, EngineServer, Instance},
     engine_load::EngineLoad,
     failure,
     http::{ClientError, EngineHttp, HttpError},
     mirror::WrongBlockSize,
     served::Loras,
+    server_failed::ServerFailed,
     shared::AdapterState,
 };
 use futures::future::BoxFuture;
 use hyper::Method;
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
-use tandem_engine::Event;
+use std::{sync::Arc, time::Duration};
 use tandem_process::{Backoff, retry::error_chain, starting};
 use tokio::{
     sync::watch,
@@ -41,9 +35,6 @@ const LORAS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time limit of a health check. A check without an answer is followed by another one.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Time limit of a health check after a request has failed. The failure is reported after the check.
-const FAILED_CHECK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// After this number of consecutive failed checks, the engine is treated as ended.
 const FAILED_CHECKS_MAX: u32 = 3;
@@ -140,50 +131,6 @@ pub struct ServerDescription {
     pub ranks: Vec<(u32, u64)>,
 }
 
-/// A value that differs between two runs of a server at one address; `None` if the server reports no such value.
-pub(crate) type Instance = Option<String>;
-
-#[tonic::async_trait]
-pub(crate) trait EngineServer: Send + Sync + 'static {
-    /// Checks that the engine can work.
-    ///
-    /// # Errors
-    /// Fails if the server does not answer, or if it reports that the engine has failed.
-    async fn check_health(&self) -> Result<Instance, EngineFailure>;
-
-    /// Returns the names of the LoRAs that the server serves now.
-    ///
-    /// # Errors
-    /// Fails if the server does not answer, or answers with an error.
-    async fn loras(&self) -> Result<Vec<String>, EngineFailure> {
-        Ok(Vec::new())
-    }
-}
-
-/// Whether a server has failed together with a request. The workers of its data-parallel ranks share this value: a request that one rank has lost
-/// must not be lost again on another rank of the same server, because after two losses a request is not sent again.
-#[derive(Clone, Debug, Default)]
-pub struct ServerFailed(Arc<AtomicBool>);
-
-impl ServerFailed {
-    pub(crate) fn get(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn set(&self, has_failed: bool) {
-        self.0.store(has_failed, Ordering::Relaxed);
-    }
-
-    /// Checks the server if a job ends with a failure, before the failure is reported.
-    pub(crate) async fn check_after(&self, end: &Event, server: &dyn Api) {
-        if matches!(end, Event::Failed)
-            && let Ok(Err(_)) = timeout(FAILED_CHECK_TIMEOUT, server.check_health()).await
-        {
-            self.set(true);
-        }
-    }
-}
-
 pub(crate) struct ConnectedEngine {
     pub shared: Arc<AdapterState>,
     pub exchange: EngineExchange,
@@ -206,7 +153,7 @@ pub struct Connected {
 impl Connected {
     pub(crate) fn new<S: Api>(server: Arc<S>, engine: ConnectedEngine, model: ModelDescription, loras: Arc<Loras>) -> Self {
         let ConnectedEngine { shared, exchange, instance, silence_max, events } = engine;
-        shared.server_failed.set(false);
+        shared.server_failed.reset();
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
         let adapter = Adapter {
@@ -317,7 +264,7 @@ async fn check_health(
             Ok(now) if now.is_some() && now != *instance => return EngineEnded::Restarted,
             Ok(_) => {
                 (failed, answered_at) = (0, Instant::now());
-                server_failed.set(false);
+                server_failed.reset();
                 hung.send_replace(false);
             }
             Err(EngineFailure::Connection(HttpError::Timeout(_))) => {

@@ -1,6 +1,6 @@
 //! The state that all jobs of an adapter share: the mirror of the engine's cache, the slots in the engine, and the load.
 
-use crate::{api::EngineCall, engine_load::EngineLoad, mirror::Mirror, server::ServerFailed, slots::Slots};
+use crate::{api::EngineCall, engine_load::EngineLoad, mirror::Mirror, server_failed::ServerFailed, slots::Slots};
 use parking_lot::Mutex;
 use std::sync::{
     Arc,

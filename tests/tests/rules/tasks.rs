@@ -25,6 +25,7 @@ use Fate::*;
 
 /// The files that start tasks or threads, with the number of places in each.
 const STARTS: &[(&str, usize, Fate)] = &[
+    ("crates/adapter/src/http.rs", 1, EndsItsRequest),
     ("crates/adapter/src/job.rs", 1, EndsItsRequest),
     ("crates/adapter/src/kv_events/subscription.rs", 1, EndsItsWorker),
     ("crates/adapter/src/sglang/client.rs", 1, EndsItsRequest),

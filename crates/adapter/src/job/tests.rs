@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::{
+    api::{EngineServer, Instance},
     mirror::{Mirror, MirrorSettings},
-    server::{EngineServer, Instance},
     slots::{SlotLimits, Slots},
 };
 use futures::stream::{self, BoxStream};

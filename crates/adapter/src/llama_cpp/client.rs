@@ -6,10 +6,10 @@ use super::{
     response::{self, CompletionEvent},
 };
 use crate::{
-    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish},
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineServer, EngineUsage, Finish, Instance},
     calls, failure,
     http::{self, EngineHttp},
-    server::{self, EngineServer, Instance},
+    server,
 };
 use futures::{
     StreamExt,

@@ -6,11 +6,13 @@ use super::{
     response::{self, ChunkReader},
 };
 use crate::{
-    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Exported, Finish, RoomCall, WantedLogprobs},
+    api::{
+        AnswerChunk, Api, EngineCall, EngineFailure, EngineServer, EngineUsage, Exported, Finish, Instance, RoomCall,
+        WantedLogprobs,
+    },
     calls, failure,
     http::{self, ANSWER_MAX, EngineHttp, HttpError, PROMPT_LOGPROBS_MAX},
-    served,
-    server::{self, EngineServer, Instance},
+    served, server,
 };
 use futures::{
     StreamExt,

@@ -2,11 +2,11 @@
 
 use crate::{
     adapter::EngineExchange,
-    api::EngineFailure,
+    api::{EngineFailure, Instance},
     calls, failure,
     http::EngineHttp,
     kv_events::EventSource,
-    server::{ConnectError, Instance},
+    server::ConnectError,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};

@@ -7,12 +7,12 @@ use super::{
     response,
 };
 use crate::{
-    api::{AnswerChunk, Api, EngineCall, EngineFailure, Exported, RoomCall, WantedLogprobs},
+    api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineServer, Exported, Instance, RoomCall, WantedLogprobs},
     calls, failure,
     http::{self, ANSWER_MAX, EngineHttp, PROMPT_LOGPROBS_MAX},
     kv_events::EventSource,
     served::{self, Loras},
-    server::{self, EngineServer, Instance},
+    server,
 };
 use futures::{StreamExt, stream::BoxStream};
 use hyper::{Method, Response, body::Incoming};

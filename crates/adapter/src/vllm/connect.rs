@@ -10,7 +10,8 @@ use crate::{
     kv_events::{self, KvEvents, MIRRORED_BLOCKS_MAX, SharedStore},
     mirror::{Mirror, MirrorSettings},
     served::{self, Loras, ServedModels},
-    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription, ServerFailed},
+    server::{self, ConnectError, Connected, ConnectedEngine, ModelDescription, ServerDescription},
+    server_failed::ServerFailed,
     shared::AdapterState,
     slots::{SlotLimits, Slots},
 };

@@ -180,7 +180,7 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             "--model does not apply to `tandem router`, but to `tandem up`, `tandem prefill-worker`",
         ),
         (
-            &["frontend", "--policy", "random"],
+            &["frontend", "--policy", "least_loaded"],
             "--policy does not apply to `tandem frontend`, but to `tandem up`, `tandem router`",
         ),
         (
@@ -241,7 +241,7 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         (&["epp", "--engine-url", "http://1.2.3.4:1", "--observe", "1.2.3.4:1"], "--observe is for decode workers"),
         (&["epp", "--engine-url", "http://1.2.3.4:1", "--router", "r:1"], "--router cannot be used with --engine-url"),
         (&["epp", "--engine-url", "http://1.2.3.4:1", "--etcd", "e:1"], "--etcd cannot be used with --engine-url"),
-        (&["epp", "--model", "hf:a/b", "--policy", "random"], "--policy needs --engine-url"),
+        (&["epp", "--model", "hf:a/b", "--policy", "least_loaded"], "--policy needs --engine-url"),
         (&["up", "--engine", "vllm", "--engine-url", "http://e:1", "--observe", "1.2.3.4:1"], "--observe is for decode workers"),
         (&["decode-worker", "--observe", "1.2.3.4:1"], "only vLLM servers can be observed"),
         (&["up", "--engine", "sglang"], "--engine sglang needs --engine-url with the URL of a SGLang server"),
@@ -480,7 +480,7 @@ fn endpoint_picker_has_workers_of_its_own_only_if_engines_are_named() {
         Command::Epp(epp) => epp.role,
         other => unreachable!("the command is epp: {other:?}"),
     };
-    let own = ["--engine-url", "http://1.2.3.4:1,http://1.2.3.5:1", "--fallback-endpoints", "2", "--policy", "random"];
+    let own = ["--engine-url", "http://1.2.3.4:1,http://1.2.3.5:1", "--fallback-endpoints", "2", "--policy", "least_loaded"];
     let own = epp(&own).with_workers();
     assert_eq!(own.worker.external.engine_url.len(), 2);
     assert_eq!((own.model.engine, own.common.listen.port()), (EngineKind::Vllm, 9002));
