@@ -198,7 +198,10 @@ impl RouterService {
             max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),
             equal_prompt: prompt.equal_prompt,
             other_namespace_blocks: prompt.other_namespace_blocks,
-            endpoints: prompt.endpoints,
+            endpoints: prompt.endpoints.map(|mut wanted| {
+                wanted.listed.sort_unstable();
+                wanted
+            }),
         };
         Ok((prompt.existing, request))
     }

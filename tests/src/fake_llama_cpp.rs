@@ -10,7 +10,6 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Response},
     routing::{get, post},
-    serve::ListenerExt,
 };
 use futures::{StreamExt, stream};
 use parking_lot::Mutex;
@@ -59,8 +58,6 @@ impl Default for LlamaCppFake {
 /// A fake llama.cpp server, which runs until this value is dropped.
 pub struct FakeLlamaCpp {
     address: SocketAddr,
-    /// The number of connections that the server has accepted.
-    pub connections: Arc<AtomicUsize>,
     server: Arc<Server>,
     _serving: JoinSet<()>,
 }
@@ -105,16 +102,11 @@ impl FakeLlamaCpp {
             .route("/tokenize", post(tokenize))
             .route("/completion", post(completion))
             .with_state(Arc::clone(&server));
-        let connections = Arc::<AtomicUsize>::default();
-        let counter = Arc::clone(&connections);
         let mut serving = JoinSet::new();
         serving.spawn(async move {
-            let listener = listener.tap_io(move |_| {
-                counter.fetch_add(1, Ordering::SeqCst);
-            });
             let _ = axum::serve(listener, routes).await;
         });
-        Ok(Self { address, connections, server, _serving: serving })
+        Ok(Self { address, server, _serving: serving })
     }
 
     /// Returns the URL of the server.

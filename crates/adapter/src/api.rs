@@ -46,8 +46,8 @@ pub(crate) trait Api: EngineServer {
         Err(EngineFailure::Invalid("this worker's engine sends no KV to other engines".to_owned()))
     }
 
-    /// Generates an answer. The last chunk of the stream has [`AnswerChunk::usage`]; the stream ends when the answer does. Dropping
-    /// the stream before closes the connection, which cancels the request.
+    /// Generates an answer. The last chunk of the answer has [`AnswerChunk::usage`]. If the rest of the stream is read, the
+    /// connection can carry another request. Dropping the stream closes the connection, which cancels the request.
     ///
     /// # Errors
     /// Fails if the engine refuses the request or fails. Later failures are items of the stream.

@@ -390,10 +390,10 @@ impl SampleRun<'_> {
             };
             let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
             let chunk = chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| self.failed(failure))?;
-            if let Some(usage) = self.on_chunk(chunk).await? {
-                http::read_end(chunks);
-                return self.on_end(usage).await;
-            }
+            let is_last = chunk.usage.is_some();
+            let Some(usage) = self.on_chunk(chunk).await? else { continue };
+            is_last.then(|| http::read_end(chunks));
+            return self.on_end(usage).await;
         }
     }
 

@@ -167,7 +167,8 @@ impl Connected {
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,
-                ended = check_health(&*server, &instance, silence_max, (&shared.engine_load, &shared.server_failed), &hung) => ended,
+                ended = check_health(&*server, &instance, silence_max, &shared.engine_load, &hung) => ended,
+                () = shared.server_failed.happened() => EngineEnded::Gone,
                 () = publish_load(&shared) => EngineEnded::Gone,
                 () = follow_loras(&*server, &loras) => EngineEnded::Gone,
             };
@@ -252,7 +253,7 @@ async fn check_health(
     server: &impl EngineServer,
     instance: &Instance,
     silence_max: Duration,
-    (engine_load, server_failed): (&EngineLoad, &ServerFailed),
+    engine_load: &EngineLoad,
     hung: &watch::Sender<bool>,
 ) -> EngineEnded {
     let (mut failed, mut answered_at) = (0, Instant::now());
@@ -264,7 +265,6 @@ async fn check_health(
             Ok(now) if now.is_some() && now != *instance => return EngineEnded::Restarted,
             Ok(_) => {
                 (failed, answered_at) = (0, Instant::now());
-                server_failed.reset();
                 hung.send_replace(false);
             }
             Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
@@ -376,7 +376,6 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn engine_is_treated_as_hung_if_it_is_silent_for_long_and_makes_no_progress() {
         let (server, engine_load) = (Silent(AtomicBool::new(true)), Arc::new(EngineLoad::default()));
-        let failed = ServerFailed::default();
         let (hung, is_hung) = watch::channel(false);
         let work = LoadShare::new(&engine_load, "a".to_owned(), 0, (1, 1));
         work.submitted();
@@ -396,7 +395,7 @@ mod tests {
         };
         tokio::select! {
             () = story => {}
-            _ended = check_health(&server, &None, Duration::from_secs(30), (&engine_load, &failed), &hung) => panic!("the engine has not ended"),
+            _ended = check_health(&server, &None, Duration::from_secs(30), &engine_load, &hung) => panic!("the engine has not ended"),
         }
     }
 }

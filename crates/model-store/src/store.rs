@@ -161,13 +161,15 @@ impl Store {
                 let (dir, name) = (self.dir.join("pypi"), requirement(package, version.as_deref()) + &hash);
                 // A stored wheel with a version, or with a hash, also serves a source that states less. Of several, none may be the newest.
                 let pin = name.clone() + if version.is_none() { "==" } else { "#" };
-                let pinned = entries(&dir)?.into_iter().filter(|folder| name_of(folder).starts_with(&pin));
-                let pinned = pinned.filter_map(|folder| present(source, ModelContents::All, &folder).transpose());
-                let (pinned, folder) = (pinned.collect::<Result<_, _>>()?, dir.join(name));
-                if present(source, ModelContents::All, &folder)?.is_none()
-                    && let Ok(Some(model)) = only_named(&self.dir, pinned)
-                {
-                    return Ok(model);
+                let folder = dir.join(name);
+                if present(source, ModelContents::All, &folder)?.is_none() {
+                    let pinned = entries(&dir)?.into_iter().filter(|folder| name_of(folder).starts_with(&pin));
+                    let pinned =
+                        pinned.filter_map(|folder| present(source, ModelContents::All, &folder).ok().flatten()).collect();
+                    if let Ok(Some(model)) = only_named(&self.dir, pinned) {
+                        tracing::info!(%source, path = %model.path.display(), "uses a stored wheel");
+                        return Ok(model);
+                    }
                 }
                 self.fetched(source, ModelContents::All, &folder)
             }

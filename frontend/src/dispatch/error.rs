@@ -17,8 +17,8 @@ pub(crate) enum DispatchError {
     /// come first.
     #[error("The first token would come later than this request may wait (--max-wait, x-max-wait), because the workers are busy or slow; try again in {} s.", seconds(*.retry_after))]
     Overloaded { retry_after: Duration },
-    /// The router's message says why, as `/ready` does.
-    #[error("No worker can take the request: {message}.")]
+    /// The router's message says why, as `/ready` does. Its second half tells the operator what to do.
+    #[error("No worker can take the request: {}; try again later, or ask the operator of this server.", reason_of(message))]
     NoWorker { message: String },
     #[error("No router is known to this server; try again shortly.")]
     NoRouter,
@@ -51,6 +51,11 @@ pub(crate) enum DispatchError {
 /// Returns a time in whole seconds, as `retry-after` has it: at least 1.
 pub(crate) fn seconds(time: Duration) -> u16 {
     time.as_secs_f64().ceil().max(1.0) as u16
+}
+
+/// Returns the part of the router's message that says why no worker can take a request.
+fn reason_of(message: &str) -> &str {
+    message.split_once("; ").map_or(message, |(reason, _)| reason)
 }
 
 /// Describes, for clients, the state of a router that places no request.

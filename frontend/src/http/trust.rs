@@ -69,7 +69,8 @@ impl Trust {
 /// # Errors
 /// The header is neither `true` nor `false`.
 pub(super) fn wants(headers: &HeaderMap, name: &HeaderName) -> Result<bool, ApiError> {
-    let Some(value) = headers.get(name) else { return Ok(false) };
+    // A proxy may send an empty value in place of no header.
+    let Some(value) = headers.get(name).filter(|value| !value.is_empty()) else { return Ok(false) };
     let value = value.to_str().unwrap_or_default().to_ascii_lowercase();
     value.parse().map_err(|_| ApiError::invalid(name.as_str(), Problem::Rule { rule: "must be true or false" }))
 }

@@ -175,7 +175,10 @@ async fn request_without_worker_or_router_gets_503() {
     cluster.routes_closed(1).await;
     cluster.place(route_reply::Message::Failure(failure(FailureReason::NoWorker, "")));
     let (_, answer) = cluster.post(CHAT, &chat(json!({}))).await.json().await;
-    assert_eq!(answer["error"]["message"], json!("No worker can take the request: because of the test."));
+    assert_eq!(
+        answer["error"]["message"],
+        json!("No worker can take the request: because of the test; try again later, or ask the operator of this server.")
+    );
     let alone = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
     let (status, retry_after, code) = refused(alone.spawn_post(CHAT, chat(json!({})))).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("router_unreachable")));

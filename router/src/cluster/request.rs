@@ -43,7 +43,7 @@ impl PlacementRequest {
         let endpoint = &worker.engine_endpoint;
         match &self.endpoints {
             None => endpoint.is_empty(),
-            Some(wanted) => !endpoint.is_empty() && (!wanted.only_listed || wanted.listed.contains(endpoint)),
+            Some(wanted) => !endpoint.is_empty() && (!wanted.only_listed || wanted.listed.binary_search(endpoint).is_ok()),
         }
     }
 }

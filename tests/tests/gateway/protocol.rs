@@ -81,9 +81,9 @@ async fn subset_that_is_too_long_is_refused_and_what_is_no_endpoint_is_left_out(
     listed.push(&chosen);
     let (_, picked) = gateway.request_to(Some(&listed), "/v1/completions", &[], &body("a")).await?;
     assert_eq!(picked.sent()?.0, chosen);
-    let (_, picked) = gateway.request_to(Some(&[&*chosen; 1_025]), "/v1/completions", &[], &body("a")).await?;
+    let (_, picked) = gateway.request_to(Some(&vec![&*chosen; 16_385]), "/v1/completions", &[], &body("a")).await?;
     let Picked::Refused { status: 400, body, .. } = picked else { anyhow::bail!("{picked:?}") };
-    assert!(body.contains("at most 1024 endpoints"), "{body}");
+    assert!(body.contains("at most 16384 endpoints"), "{body}");
     gateway.cluster.stop().await;
     Ok(())
 }

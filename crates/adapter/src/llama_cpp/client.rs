@@ -159,14 +159,10 @@ impl Api for LlamaCppClient {
         });
         // Dropping the connection is the only way to abort a request in the server.
         let events = events.take_until(aborted.clone().cancelled_owned()).boxed();
-        let chunks = stream::unfold(Some((answer, events, false)), move |state| {
+        let chunks = stream::unfold(Some((answer, events)), move |state| {
             let aborted = aborted.clone();
             async move {
-                let (mut answer, mut events, is_complete) = state?;
-                if is_complete {
-                    while events.next().await.is_some() {}
-                    return None;
-                }
+                let (mut answer, mut events) = state?;
                 let chunk = match events.next().await {
                     Some(event) => match event {
                         Ok(event) => answer.chunk(event).await,
@@ -175,8 +171,9 @@ impl Api for LlamaCppClient {
                     None if aborted.is_cancelled() => Ok(answer.end(Finish::Aborted)),
                     None => Err(EngineFailure::Protocol("the answer ended without its last event".to_owned())),
                 };
-                let state = chunk.as_ref().ok().map(|chunk| chunk.usage.is_some());
-                Some((chunk, state.map(|is_complete| (answer, events, is_complete))))
+                // After the usage, the connection is closed: the server may still generate, and each open connection takes one of its few threads.
+                let continues = chunk.as_ref().is_ok_and(|chunk| chunk.usage.is_none());
+                Some((chunk, continues.then_some((answer, events))))
             }
         });
         Ok(chunks.boxed())

@@ -190,10 +190,10 @@ impl Api for VllmClient {
         let events = http::events(self.send(call, &body).await?);
         let wanted = WantedLogprobs::of(sampling);
         let chunks = events.map(move |event| match event?.as_str() {
-            "[DONE]" => Ok(None),
-            data => response::chunk(data.as_bytes(), &wanted).map(Some),
+            "[DONE]" => Err(EngineFailure::Protocol("the engine's answer ended without its usage".to_owned())),
+            data => response::chunk(data.as_bytes(), &wanted),
         });
-        Ok(chunks.filter_map(|chunk| std::future::ready(chunk.transpose())).boxed())
+        Ok(chunks.boxed())
     }
 
     async fn prompt_logprobs(&self, call: &EngineCall, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {

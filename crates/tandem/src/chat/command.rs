@@ -8,7 +8,9 @@ pub(super) const HELP: &str = "/clear              begins another conversation\n
                                \"\"\"                 begins a message of several lines, and ends it\n\
                                /quit               ends the program, as Ctrl-D does\n\
                                Ctrl-C              ends the answer that is being written\n\
-                               Other lines that begin with / and a word of letters, such as /foo bar, are not sent, except between \"\"\"\n";
+                               Other lines that begin with / and a word, such as /foo bar, are not sent, except between \"\"\"\n";
+
+const QUOTES: &str = "\"\"\" around a text sends it as it is";
 
 /// What a line of the user means.
 #[derive(Debug, PartialEq)]
@@ -31,9 +33,9 @@ impl<'a> ChatCommand<'a> {
         let (name, rest) = line.split_once(char::is_whitespace).map_or((line, ""), |(name, rest)| (name, rest.trim()));
         match (name, rest) {
             ("/clear", "") => Self::Clear,
-            ("/clear", _) => Self::Wrong("/clear takes no text".to_owned()),
-            ("/help", _) => Self::Help,
-            ("/quit" | "/exit", _) => Self::Quit,
+            ("/help" | "/?", "") => Self::Help,
+            ("/quit" | "/exit", "") => Self::Quit,
+            ("/clear" | "/help" | "/quit" | "/exit", _) => Self::Wrong(format!("{name} takes no text; {QUOTES}")),
             ("/system", text) => Self::System(text),
             ("/model", name) => Self::Model(name),
             ("/set", setting) => {
@@ -42,15 +44,17 @@ impl<'a> ChatCommand<'a> {
                     _ => Self::Wrong("write /set temperature X, where X is a number from 0 to 2".to_owned()),
                 }
             }
-            // Paths, such as /usr/bin, are messages.
-            (name, _) if name.strip_prefix('/').is_some_and(|word| word.chars().all(char::is_alphabetic)) => {
-                Self::Wrong(format!(
-                    "there is no command {name}; the commands are /clear, /help, /model, /quit, /set and /system, and \"\"\" around a text sends it as it is"
-                ))
-            }
+            // Paths with another slash, such as /usr/bin, are messages.
+            (name, _) if name.strip_prefix('/').is_some_and(|word| word.chars().all(is_of_word)) => Self::Wrong(format!(
+                "there is no command {name}; the commands are /clear, /help, /model, /quit, /set and /system, and {QUOTES}"
+            )),
             _ => Self::Message,
         }
     }
+}
+
+fn is_of_word(char: char) -> bool {
+    char.is_alphabetic() || "_-.:?".contains(char)
 }
 
 pub(super) fn temperature(text: &str) -> Result<f64, &'static str> {
@@ -70,9 +74,7 @@ mod tests {
             ("/system", ChatCommand::System("")),
             ("/set  temperature  0.5", ChatCommand::Temperature(0.5)),
             ("/model  m", ChatCommand::Model("m")),
-            ("/quit now", ChatCommand::Quit),
-            ("/quit\tnow", ChatCommand::Quit),
-            ("/help quit", ChatCommand::Help),
+            ("/?", ChatCommand::Help),
             ("/usr/bin is a folder", ChatCommand::Message),
             ("/usr/bin", ChatCommand::Message),
             ("/2 is a half", ChatCommand::Message),
@@ -83,9 +85,12 @@ mod tests {
         for wrong in ["/set", "/set temperature", "/set temperature 3", "/set temperature nan", "/set top_p 1"] {
             assert!(matches!(ChatCommand::of(wrong), ChatCommand::Wrong(text) if text.contains("0 to 2")), "{wrong}");
         }
-        for wrong in ["/nothing", "/foo bar", "/Quit", "/"] {
+        for wrong in ["/nothing", "/foo bar", "/Quit", "/", "/top_p 0.9", "/set-temp 1", "/quit.", "/etc has what?"] {
             assert!(matches!(ChatCommand::of(wrong), ChatCommand::Wrong(text) if text.contains("/clear, ")), "{wrong}");
         }
-        assert!(matches!(ChatCommand::of("/clear all"), ChatCommand::Wrong(_)));
+        // A question that begins with a command must not end the conversation.
+        for wrong in ["/clear all", "/quit now", "/exit\tcodes", "/quit\nand more", "/help me"] {
+            assert!(matches!(ChatCommand::of(wrong), ChatCommand::Wrong(text) if text.contains("takes no text")), "{wrong}");
+        }
     }
 }

@@ -59,7 +59,8 @@ impl Screen {
         let more = if hidden == 0 { String::new() } else { format!("   {hidden}\u{a0}columns\u{a0}hidden") };
         let keys: Vec<Line<'_>> = wrapped(&format!("{KEYS}{more}"), width).into_iter().map(|line| line.dim().into()).collect();
         let title: Vec<Line<'_>> = wrapped(&table.title, width).into_iter().map(|line| line.bold().into()).collect();
-        let (above, under) = (Constraint::Length(title.len().max(2) as u16), Constraint::Length(keys.len() as u16));
+        let (above, under) =
+            (Constraint::Length((title.len() as u16).min(frame.area().height / 3).max(2)), Constraint::Length(keys.len() as u16));
         let parts = [above, Constraint::Min(3), Constraint::Length(notes_len), under];
         let [above, lines, below, under] = Layout::vertical(parts).areas(frame.area());
         frame.render_widget(Paragraph::new(title), above);

@@ -220,6 +220,8 @@ impl TextTable {
             columns.retain(|column| *column != least);
         }
         let name_len_max = (self.width(Column::Worker, by) + width + 1).saturating_sub(needed(&columns));
+        // Shorter names would not make the column narrower than its head.
+        let name_len_max = name_len_max.max(Column::Worker.head()[0].len());
         for name in table.rows.iter_mut().map(|row| &mut row[Column::Worker as usize]) {
             let text = name.to_string();
             let excess = text.chars().count().saturating_sub(name_len_max);

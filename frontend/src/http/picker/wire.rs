@@ -22,8 +22,8 @@ const DESTINATION: &str = "x-gateway-destination-endpoint";
 const NAMESPACE: &str = "envoy.lb";
 /// The metadata with which a gateway limits the choice.
 const SUBSET: (&str, &str) = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset");
-/// The maximum number of endpoints in that metadata. A router compares them with the address of each worker.
-const SUBSET_MAX: usize = 1_024;
+/// The maximum number of endpoints in that metadata. A router looks each worker up in them.
+const SUBSET_MAX: usize = 16_384;
 /// No endpoint, at most an IPv6 address with a scope and a port, is longer.
 const ENDPOINT_BYTES_MAX: usize = 64;
 /// The key with which a gateway reports the endpoint that has answered.
@@ -56,7 +56,7 @@ pub(super) fn head(headers: Option<ext_proc::HeaderMap>, peer: Option<IpAddr>) -
         return Err(Status::invalid_argument("the request's headers lack :method or :path"));
     };
     let Ok(uri) = uri else {
-        let rule = "is not one that a URL may have; send it with other characters percent-encoded";
+        let rule = "is empty, too long, or has characters that a URL may not have; percent-encode these";
         return Ok(Err(ApiError::invalid(":path", Problem::Rule { rule })));
     };
     (parts.method, parts.uri) = (method, uri);
@@ -211,7 +211,7 @@ mod tests {
         for kind in [text(&[&most[..], &["b:2"]].concat().join(",")), list(&[&most[..], &["b:2"]].concat())] {
             let refused = subset(Some(&metadata(Some(kind)))).expect_err("the list is too long");
             assert!(
-                refused.status() == StatusCode::BAD_REQUEST && refused.to_string().contains("at most 1024 endpoints"),
+                refused.status() == StatusCode::BAD_REQUEST && refused.to_string().contains("at most 16384 endpoints"),
                 "{refused}"
             );
         }

@@ -10,12 +10,28 @@ struct Device {
     broken: bool,
     lost: bool,
     nans_after: Option<u32>,
-    memory: Arc<()>,
+    memory: Memory,
+}
+
+/// Memory that is freed slowly.
+#[derive(Default)]
+struct Memory(Arc<()>);
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 impl Device {
     fn new() -> Self {
-        Self { sim: SimEngine::new(SimSettings::default()), broken: false, lost: false, nans_after: None, memory: Arc::default() }
+        Self {
+            sim: SimEngine::new(SimSettings::default()),
+            broken: false,
+            lost: false,
+            nans_after: None,
+            memory: Memory::default(),
+        }
     }
 
     fn copies(&self) -> Result<(), EngineError> {
@@ -168,11 +184,11 @@ async fn request_whose_logits_are_nans_fails_and_others_continue() {
     engine.wait_for_load(|load| load.in_use_blocks == 0).await;
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test]
 async fn released_engine_has_freed_its_memory() {
     let device = Device::new();
-    let memory = Arc::downgrade(&device.memory);
-    let engine = start_device(device);
+    let memory = Arc::downgrade(&device.memory.0);
+    let engine = EngineHandle::start(Box::new(device), SETTINGS);
     let mut job = engine.generate(generate(3)).await.expect("the job fits in the cache");
     while job.next().await.is_some() {}
     drop(job);
