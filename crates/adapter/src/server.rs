@@ -9,7 +9,6 @@ use crate::{
     http::{ClientError, EngineHttp, HttpError},
     mirror::WrongBlockSize,
     served::Loras,
-    server_failed::ServerFailed,
     shared::AdapterState,
 };
 use futures::future::BoxFuture;
@@ -291,8 +290,8 @@ async fn check_health(
 mod tests {
     use super::*;
     use crate::{
-        ServerSettings, engine_load::LoadShare, http::testing::serve, kv_events::KvEvents, llama_cpp::LlamaCppSettings,
-        sglang::SglangSettings, vllm::VllmSettings,
+        ServerFailed, ServerSettings, engine_load::LoadShare, http::testing::serve, kv_events::KvEvents,
+        llama_cpp::LlamaCppSettings, sglang::SglangSettings, vllm::VllmSettings,
     };
     use parking_lot::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
