@@ -452,6 +452,22 @@ async fn each_data_parallel_rank_of_a_server_is_a_worker() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn server_with_many_ranks_ends_and_no_request_fails() -> Result<()> {
+    let fleet = Fleet::with(2, |settings| (settings.ranks, settings.step) = (4, Duration::from_millis(20))).await?;
+    let cluster = Cluster::start(fleet.settings()).await?;
+    let prompts: Vec<String> = (0..24).map(|number| format!("prompt {number}")).collect();
+    let asked = prompts.iter().map(|prompt| complete(&cluster, prompt));
+    let ended = async {
+        until("the server runs requests", async || Ok(fleet.engines[0].running() >= 4)).await?;
+        fleet.engines[0].end();
+        anyhow::Ok(())
+    };
+    tokio::try_join!(futures::future::try_join_all(asked), ended)?;
+    cluster.stop().await;
+    Ok(())
+}
+
 /// The questions are shorter than a block, so only blocks with the previous answer let the next prompt find its server.
 #[tokio::test(flavor = "multi_thread")]
 async fn conversation_stays_on_the_server_that_has_computed_its_answer_if_servers_publish_no_events() -> Result<()> {

@@ -115,6 +115,7 @@ struct Engine {
     next: AtomicU64,
     fails: AtomicBool,
     crashed: AtomicBool,
+    unhealthy: AtomicBool,
     /// The rank and the body of each request to generate tokens. The rank is that of the header `X-data-parallel-rank`.
     seen: Mutex<Vec<(Option<usize>, Value)>>,
     /// The bodies of all requests to convert a chat to tokens.
@@ -166,6 +167,7 @@ impl FakeVllm {
             next: AtomicU64::new(0),
             fails: AtomicBool::new(false),
             crashed: AtomicBool::new(false),
+            unhealthy: AtomicBool::new(false),
             seen: Mutex::default(),
             renders: Mutex::default(),
             render_changes: Mutex::default(),
@@ -269,10 +271,16 @@ impl FakeVllm {
         self.engine.fails.store(fails, Ordering::SeqCst);
     }
 
-    /// Ends all streams in the middle, and lets every later request to generate tokens, and every health check, fail.
+    /// Ends all streams in the middle, and lets every later request to generate tokens fail.
     pub fn crash(&self) {
         self.engine.crashed.store(true, Ordering::SeqCst);
         self.fail(true);
+    }
+
+    /// Crashes, and lets every health check fail, as a server does whose engine has ended.
+    pub fn end(&self) {
+        self.engine.unhealthy.store(true, Ordering::SeqCst);
+        self.crash();
     }
 
     /// Changes the start time that the server reports, as a restart does.
@@ -287,7 +295,7 @@ impl FakeVllm {
 }
 
 async fn health(State(engine): State<Arc<Engine>>) -> StatusCode {
-    if engine.crashed.load(Ordering::SeqCst) { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }
+    if engine.unhealthy.load(Ordering::SeqCst) { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }
 }
 
 async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {

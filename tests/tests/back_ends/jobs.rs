@@ -264,7 +264,7 @@ async fn rank_of_a_server_that_has_failed_refuses_what_another_rank_has_lost() -
         let report = run(rank, generate(&prompt(1, 40), 3)).await?;
         assert_eq!(report.other, ["Failed"], "the server is healthy, so the request may be the cause");
     }
-    fake.crash();
+    fake.end();
     assert_eq!(run(&first, generate(&prompt(1, 40), 3)).await?.other, ["Failed"]);
     assert!(matches!(second.generate(generate(&prompt(1, 40), 3)).await, Err(Refusal::Unusable(_))));
     Ok(())
