@@ -17,7 +17,7 @@ pub(crate) enum DispatchError {
     /// come first.
     #[error("The first token would come later than this request may wait (--max-wait, x-max-wait), because the workers are busy or slow; try again in {} s.", seconds(*.retry_after))]
     Overloaded { retry_after: Duration },
-    /// The router's message says why, as `/ready` does. Its second half tells the operator what to do.
+    /// The message of the router has the reason, as `/ready` has, and then advice for the operator.
     #[error("No worker can take the request: {}; try again later, or ask the operator of this server.", reason_of(message))]
     NoWorker { message: String },
     #[error("No router is known to this server; try again shortly.")]
