@@ -29,6 +29,12 @@
     if (!edge || !scrolls(edge) || !hasSign(edge)) report('clipped', element);
   }
 
+  // Whether it scrolls now depends on the lengths of names and numbers, so it must be reachable with the keyboard in any case.
+  const focusable = (element) => element.tabIndex >= 0;
+  for (const element of elements.filter(scrolls)) {
+    if (!focusable(element) && ![...element.querySelectorAll('*')].some(focusable)) report('cannot be scrolled with the keyboard', element);
+  }
+
   for (const element of elements.filter((element) => element.matches('a[href], button, input, select, textarea, summary'))) {
     const { width, height } = element.getBoundingClientRect();
     const inText = element.matches('a') && element.closest('p, li, blockquote') !== null;

@@ -74,9 +74,11 @@ function facts(record) {
   return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', { title: about(name) }, name), el('dd', {}, value))));
 }
 
-function table(id, columns, rows) {
+function table(id, label, columns, rows) {
   const heads = el('tr', {}, ...columns.map(head));
-  return el('div', { class: 'wide' }, el('table', { id }, el('thead', {}, heads), el('tbody', {}, ...rows)));
+  // Long names make the table wider than the dialog. It can be scrolled with the keyboard, too.
+  return el('div', { class: 'wide', role: 'region', 'aria-label': label, tabindex: '0' },
+    el('table', { id }, el('thead', {}, heads), el('tbody', {}, ...rows)));
 }
 
 function chunks({ steps }) {
@@ -85,7 +87,7 @@ function chunks({ steps }) {
   const rows = list.map(({ start_ms: from, duration_ms: took, tokens }, index) =>
     el('tr', {}, el('th', { scope: 'row' }, index < 63 ? String(index + 1) : '64 and later'), el('td', {}, duration(from)), el('td', {}, duration(took)), el('td', {}, count(tokens))));
   const many = list.length < 64 ? String(list.length) : '64 or more';
-  return [el('details', {}, el('summary', {}, `The prefill’s ${many} chunks`), table('chunks', ['Chunk', 'Start', 'Duration', 'Tokens'], rows))];
+  return [el('details', {}, el('summary', {}, `The prefill’s ${many} chunks`), table('chunks', 'Chunks', ['Chunk', 'Start', 'Duration', 'Tokens'], rows))];
 }
 
 export function openTimeline(record) {
@@ -99,7 +101,7 @@ export function openTimeline(record) {
   byId('request-body').replaceChildren(
     ...(why ? [el('p', { class: 'explanation', 'data-field': 'why' }, why)] : []),
     bars(list, record.steps),
-    table('steps', ['Stage', 'Start', 'Duration', 'Where'], rows),
+    table('steps', 'Stages', ['Stage', 'Start', 'Duration', 'Where'], rows),
     facts(record),
     ...chunks(record),
   );
