@@ -110,6 +110,9 @@ impl PrefixIndex {
     /// Sets the owner number, at most 4,095, that is remembered with the blocks that the worker removes. While it is 0, its first value,
     /// these blocks are not remembered.
     pub fn set_owner(&self, worker: WorkerSlot, owner: u16) {
+        if owner > 0 {
+            self.removed.allocate();
+        }
         self.writer.lock().set_owner(worker, owner);
     }
 
@@ -121,7 +124,7 @@ impl PrefixIndex {
     /// Returns the longest remembered prefix of the prompt that a worker had cached and has removed; `None` if it is not longer than the
     /// first `cached` blocks.
     pub(crate) fn removed(&self, hashes: &[SequenceHash], cached: u32) -> Option<RemovedPrefix> {
-        self.removed.prefix(cached as usize, hashes.len(), |at| self.mix(hashes[at]))
+        self.removed.prefix(hashes, cached as usize, |hash| self.mix(hash))
     }
 
     /// Removes the worker. Lookups do not see its blocks any more; [`Self::sweep`] removes them.

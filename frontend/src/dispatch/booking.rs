@@ -12,7 +12,9 @@ use super::{
 };
 use futures::{FutureExt, future::BoxFuture};
 use std::{convert::Infallible, sync::Arc};
-use tandem_proto::v1::{AnswerFinished, AttemptFailed, ExistingPlacement, PrefillFinished, route_request::Message};
+use tandem_proto::v1::{
+    AnswerFinished, AttemptFailed, ExistingPlacement, FailureReason, PrefillFinished, route_request::Message,
+};
 
 /// A request's booking. It ends when this value is dropped.
 pub(crate) struct Booking {
@@ -133,6 +135,15 @@ impl Booking {
     pub(crate) async fn close(self, generated_tokens: u64) {
         if let Some(stream) = self.stream {
             stream.send(Message::AnswerFinished(AnswerFinished { generated_tokens })).await;
+            stream.close().await;
+        }
+    }
+
+    /// Ends the booking of a request that a gateway could not get answered by its engine.
+    pub(crate) async fn failed(self) {
+        if let Some(stream) = self.stream {
+            let (instance_id, reason) = (self.existing.decode_instance_id, FailureReason::EngineFailed.into());
+            stream.send(Message::Failed(AttemptFailed { instance_id, reason, ..Default::default() })).await;
             stream.close().await;
         }
     }

@@ -28,7 +28,7 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
     let (placement, explanation) = match choice {
         Ok(choice) => {
             let name = |at: usize| decision.members[at].info.worker_id.as_str();
-            let facts = decision.facts(members, *choice, 0);
+            let facts = decision.facts(members, *choice, 0, members.now());
             (Some(decision.placement(*choice, Duration::ZERO, facts)), texts::explanation(*choice, costs, candidates, name))
         }
         Err(error) => (None, error.to_string()),

@@ -269,7 +269,7 @@ impl ClusterMembers {
     /// Returns where the member's blocks are in the index; `None` if it is not a member any more.
     pub(super) fn indexed(&self, id: MemberId) -> Option<IndexedWorker> {
         let Member { slot, info, .. } = self.by_id.get(&id)?;
-        self.index.set_time(self.seconds());
+        self.index.set_time(self.seconds(self.now()));
         Some(IndexedWorker { index: self.index.clone(), slot: *slot, capacity_blocks: cached_blocks_max(info) })
     }
 

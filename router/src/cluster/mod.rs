@@ -286,8 +286,9 @@ impl ClusterState {
         }
         self.check_capacity()?;
         let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
-        let (choice, wait) = decision.within(request, decision.choice?, self.members.now())?;
-        let facts = decision.facts(&self.members, choice, request.other_namespace_blocks);
+        let now = self.members.now();
+        let (choice, wait) = decision.within(request, decision.choice?, now)?;
+        let facts = decision.facts(&self.members, choice, request.other_namespace_blocks, now);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
         let overlap_blocks = computes.overlap_blocks;
         let full = BookedLoad { tokens: decision.new_tokens(choice), sequences: request.samples.clamp(1, SAMPLES_MAX) };
@@ -315,7 +316,7 @@ impl ClusterState {
                     choice,
                     decision.first_token_ms(choice),
                     decision.query.block_size,
-                    self.members.now(),
+                    now,
                 ),
             }),
             answer,
@@ -328,7 +329,7 @@ impl ClusterState {
         self.metrics.estimated_wait.record(wait);
         let role = if choice.prefill.is_some() { WorkerRole::Prefill } else { WorkerRole::Decode };
         let (model, tokens) = (decision.model.clone(), full.tokens);
-        self.placer.on_placed(&model, role, tokens, self.members.now());
+        self.placer.on_placed(&model, role, tokens, now);
         self.count_placement(&booking, overlap_blocks);
         Ok((self.book(booking, load), placement))
     }

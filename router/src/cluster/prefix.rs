@@ -17,7 +17,13 @@ use tokio::time::Instant;
 
 impl PlacementDecision<'_> {
     /// Returns the facts about the prompt's prefix. `members` are all members.
-    pub(super) fn facts(&self, members: &ClusterMembers, choice: RouteChoice, other_namespace_blocks: u32) -> PrefixFacts {
+    pub(super) fn facts(
+        &self,
+        members: &ClusterMembers,
+        choice: RouteChoice,
+        other_namespace_blocks: u32,
+        now: Instant,
+    ) -> PrefixFacts {
         let computes = choice.prefill.unwrap_or(choice.decode);
         let chosen = &self.candidates[computes];
         // The members with the most cached blocks: first the chosen member, then the first one.
@@ -42,8 +48,8 @@ impl PlacementDecision<'_> {
         let blocks = |most: Option<(u32, bool, Reverse<usize>)>| most.map(|(blocks, ..)| blocks);
         facts.eligible = eligible.map(known);
         facts.anywhere = anywhere.filter(|_| blocks(anywhere) > blocks(eligible)).map(known).or_else(|| facts.eligible.clone());
-        facts.in_flight_blocks = in_flight.max(members.just_computed(self.hashes));
-        facts.removed = members.removed(self.hashes, facts.known_prefix());
+        facts.in_flight_blocks = in_flight.max(members.just_computed(self.hashes, now));
+        facts.removed = members.removed(self.hashes, facts.known_prefix(), now);
         facts
     }
 

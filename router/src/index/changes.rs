@@ -266,11 +266,13 @@ impl PrefixIndex {
         next: Option<BlockPlace>,
         hashes: &[SequenceHash],
     ) -> Option<(BlockPlace, usize)> {
-        let (mut extended, mut before) = (None, None);
+        let (mut extended, mut link) = (None, Link::default());
         if let Some(BlockPlace { run: id, offset }) = next {
             let shard = self.shards[id.shard()].read();
             let run = shard.run(id);
-            before = Some(run.hashes[offset - 1]);
+            let before = *shard.link(id);
+            link.before = Some(run.hashes[offset - 1]);
+            (link.start, link.leader) = (before.start + offset as u32, before.leader(&run.hashes[..offset], offset));
             extended = next.filter(|_| offset == run.len() && offset < RUN_BLOCKS && run.holders.is_only(row));
         }
         let place = match extended {
@@ -294,20 +296,20 @@ impl PrefixIndex {
             self.set(writer, run, id, row, offset as u32, end as u32);
             if writer.followed.any_absent() && writer.followed.set_absent(self.mix(hashes[stored - 1]), hashes[stored - 1], false)
             {
-                shard.link_mut(id).followed = end;
+                shard.link_mut(id).followed = end as u32;
             }
         }
         if extended.is_none() && stored == 0 {
             shard.remove(self.mix(hashes[0]), id);
         } else if extended.is_none() {
             shard.show(self.mix(hashes[0]), id);
-            shard.link_mut(id).before = before;
+            *shard.link_mut(id) = Link { followed: shard.link(id).followed, ..link };
             drop(shard);
-            if let (Some(BlockPlace { run: id, offset }), Some(before)) = (next, before) {
+            if let (Some(BlockPlace { run: id, offset }), Some(before)) = (next, link.before) {
                 writer.followed.add(self.mix(before), before);
                 let mut shard = self.shards[id.shard()].write();
                 let link = shard.link_mut(id);
-                link.followed = link.followed.max(offset);
+                link.followed = link.followed.max(offset as u32);
                 let mixed = self.mix(shard.run(id).hashes[0]);
                 shard.set_fork(mixed, id, offset);
             }
@@ -342,23 +344,25 @@ impl PrefixIndex {
 
     /// Moves the blocks of the run from `at` on into a new run, and returns that run; `None` if the index is full.
     fn split(&self, writer: &mut IndexWriter, id: RunId, at: usize) -> Option<RunId> {
-        let mut shard = self.shards[id.shard()].write();
-        let followed = shard.link_mut(id).followed;
+        let shard = self.shards[id.shard()].write();
+        let link = *shard.link(id);
         let run = shard.run(id);
         let (tail, before) = (run.split_off(at), run.hashes[at - 1]);
+        let (start, leader) = (link.start + at as u32, link.leader(&run.hashes, at));
         drop(shard);
         let (hashes, holders) = (tail.hashes.clone(), tail.holders.to_vec());
         let mixed = self.mix(hashes[0]);
         let new = {
             let mut shard = self.shards[shard_of(mixed)].write();
             let new = shard.add(tail)?;
-            *shard.link_mut(new) = Link { before: Some(before), followed: followed.saturating_sub(at) };
+            *shard.link_mut(new) =
+                Link { before: Some(before), followed: link.followed.saturating_sub(at as u32), start, leader };
             shard.show(mixed, new);
             new
         };
         let mut shard = self.shards[id.shard()].write();
         shard.run_mut(id).cut(at);
-        shard.link_mut(id).followed = at;
+        shard.link_mut(id).followed = at as u32;
         drop(shard);
         writer.followed.add(self.mix(before), before);
         for (row, blocks) in holders {
@@ -374,29 +378,27 @@ impl PrefixIndex {
 
     /// Records that the row has not cached these blocks any more. Neighbouring blocks of a run are removed in one operation.
     pub(super) fn remove(&self, writer: &mut IndexWriter, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
-        let prefetch = |blocks: &HashTable, hash: &SequenceHash| {
-            blocks.prefetch(self.mix(*hash));
-            self.removed.prefetch(self.mix(*hash));
-        };
-        let removed_from = writer.removed_from(row);
-        hashes.iter().take(AHEAD).for_each(|hash| prefetch(&writer.rows[row as usize].blocks, hash));
+        let blocks = &writer.rows[row as usize].blocks;
+        hashes.iter().take(AHEAD).for_each(|hash| blocks.prefetch(self.mix(*hash)));
         while let Some(first) = hashes.first() {
             let Some(BlockPlace { run: id, offset }) = self.locate(writer, row, *first) else {
                 skipped.absent_blocks += 1;
                 hashes = &hashes[1..];
                 continue;
             };
-            let (up, down, mut kept, are_markers) = {
+            let (ascends, start, end, mut kept, are_markers) = {
                 let shard = self.shards[id.shard()].read();
                 let run = shard.run(id);
                 let held = &run.hashes[..run.holders.get(row) as usize];
                 let up = held[offset..].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
                 let down = held[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
+                let (start, end) = if up > down { (offset, offset + up) } else { (offset + 1 - down, offset + 1) };
+                self.removed.prefetch(&held[..end], start, shard.link(id), |hash| self.mix(hash));
                 // A run has either markers only or none. One block with the first bits of a marker is probably one; two are for certain.
-                (up, down, held[offset + up..].to_vec(), run.hashes.iter().take(2).all(|hash| hash.is_marker()))
+                let are_markers = run.hashes[offset.saturating_sub(1)..].iter().take(2).all(|hash| hash.is_marker());
+                (up > down, start, end, held[end..].to_vec(), are_markers)
             };
-            let (start, count) = if up > down { (offset, up) } else { (offset + 1 - down, down) };
-            let end = start + count;
+            let count = end - start;
             // The row still has the blocks after the removed ones, so these blocks need a run of their own. If there is no space for
             // another run, they are removed, too.
             if !kept.is_empty() && self.split(writer, id, end).is_some() {
@@ -410,23 +412,21 @@ impl PrefixIndex {
             let blocks = &mut writer.rows[row as usize].blocks;
             for (at, hash) in hashes[..count].iter().enumerate() {
                 if let Some(ahead) = hashes.get(at + AHEAD) {
-                    prefetch(blocks, ahead);
+                    blocks.prefetch(self.mix(*ahead));
                 }
-                let offset = if up > down { offset + at } else { offset - at };
+                let offset = if ascends { offset + at } else { offset - at };
                 blocks.remove(self.mix(*hash), BlockPlace { run: id, offset }.value());
-                self.removed.add(self.mix(*hash), removed_from);
             }
             for (at, hash) in kept.iter().enumerate() {
                 blocks.remove(self.mix(*hash), BlockPlace { run: id, offset: end + at }.value());
-                self.removed.add(self.mix(*hash), removed_from);
             }
             self.shorten(writer, &mut self.shards[id.shard()].write(), id, row, held as u32, start as u32);
             hashes = &hashes[count..];
         }
     }
 
-    /// Lowers the number of leading blocks of the run that the row has cached. Blocks that no row has cached any more leave the run.
-    /// Returns their number.
+    /// Lowers the number of leading blocks of the run that the row has cached. Blocks that no row has cached any more leave the run, and
+    /// are remembered. Returns their number.
     pub(super) fn shorten(
         &self,
         writer: &mut IndexWriter,
@@ -436,11 +436,13 @@ impl PrefixIndex {
         old: u32,
         new: u32,
     ) -> usize {
-        let Link { before, followed } = *shard.link_mut(id);
+        let link = *shard.link(id);
+        let Link { before, followed, .. } = link;
         let run = shard.run_mut(id);
         self.set(writer, run, id, row, old, new);
         let (keep, len) = (run.holders.blocks_max(), run.len());
-        for hash in run.hashes.get(keep..followed).unwrap_or_default() {
+        self.removed.add(&run.hashes, keep, &link, writer.removed_from(row), |hash| self.mix(hash));
+        for hash in run.hashes.get(keep..followed as usize).unwrap_or_default() {
             writer.followed.set_absent(self.mix(*hash), *hash, true);
         }
         if keep == 0 {
@@ -451,7 +453,7 @@ impl PrefixIndex {
             }
         } else if keep < len {
             run.truncate(keep);
-            shard.link_mut(id).followed = followed.min(keep);
+            shard.link_mut(id).followed = followed.min(keep as u32);
         }
         len - keep
     }

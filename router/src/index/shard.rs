@@ -1,6 +1,6 @@
 //! A shard of the index: the runs whose first blocks select it.
 
-use super::{prefetch::prefetch, run::BlockRun, table::HashTable};
+use super::{prefetch::prefetch, removed::first_of_group, run::BlockRun, table::HashTable};
 use parking_lot::RwLock;
 use tandem_kv::SequenceHash;
 
@@ -69,12 +69,33 @@ pub(super) fn shard_of(mixed: u64) -> usize {
 }
 
 /// The neighbours of a run. Only changes of the index read them, never lookups.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(super) struct Link {
     /// The block before the run's first block; `None` if prompts begin with the run.
     pub(super) before: Option<SequenceHash>,
     /// No other run follows a block of this run at this offset or after it.
-    pub(super) followed: usize,
+    pub(super) followed: u32,
+    /// The position of the run's first block in its prompts.
+    pub(super) start: u32,
+    /// The first block of the group ([`GROUP`](super::removed::GROUP)) that continues in this run; only if the run begins within a group.
+    pub(super) leader: SequenceHash,
+}
+
+impl Default for Link {
+    fn default() -> Self {
+        Self { before: None, followed: 0, start: 0, leader: SequenceHash(0) }
+    }
+}
+
+impl Link {
+    /// Returns the first block of the group with the run's block at this offset, or with the block after the run's end.
+    pub(super) fn leader(&self, run: &[SequenceHash], offset: usize) -> SequenceHash {
+        first_of_group(self.start as usize + offset)
+            .checked_sub(self.start as usize)
+            .and_then(|at| run.get(at))
+            .copied()
+            .unwrap_or(self.leader)
+    }
 }
 
 /// A shard and its lock. The fields that a lookup reads are in one line of the processor's cache.
@@ -163,6 +184,10 @@ impl IndexShard {
 
     pub(super) fn run_mut(&mut self, id: RunId) -> &mut BlockRun {
         &mut self.runs[id.at()]
+    }
+
+    pub(super) fn link(&self, id: RunId) -> &Link {
+        &self.links[id.at()]
     }
 
     pub(super) fn link_mut(&mut self, id: RunId) -> &mut Link {

@@ -1,6 +1,6 @@
 //! Removes, in slices, the blocks of rows that lookups no longer see.
 
-use super::{PrefixIndex, changes::AHEAD, run::RUN_BLOCKS, shard::RunId};
+use super::{PrefixIndex, run::RUN_BLOCKS, shard::RunId};
 
 /// Maximum number of runs that one slice visits. A run takes up to a microsecond, without its blocks.
 const SLICE_RUNS: usize = 256;
@@ -16,7 +16,6 @@ impl PrefixIndex {
         if writer.drop_places(row) > 0 {
             return true;
         }
-        let removed_from = writer.removed_from(row);
         let (mut runs, mut blocks) = (0, 0);
         while runs < SLICE_RUNS && blocks < SLICE_BLOCKS {
             runs += 1;
@@ -33,14 +32,7 @@ impl PrefixIndex {
             // Since the run was taken from the list, it may have been removed, and another run may have been given its number.
             let held = shard.get(id).map_or(0, |run| run.holders.get(row));
             if held > 0 {
-                let hashes = &shard.run(id).hashes[..held as usize];
-                for (at, hash) in hashes.iter().enumerate() {
-                    if let Some(ahead) = hashes.get(at + AHEAD) {
-                        self.removed.prefetch(self.mix(*ahead));
-                    }
-                    self.removed.add(self.mix(*hash), removed_from);
-                }
-                blocks += hashes.len();
+                blocks += held as usize;
                 self.shorten(&mut writer, &mut shard, id, row, held, 0);
             }
         }

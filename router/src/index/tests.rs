@@ -214,6 +214,8 @@ impl PrefixIndex {
                 }
                 if let Some(before) = link.before {
                     followed.entry(before).or_default().runs += 1;
+                } else {
+                    assert_eq!(link.start, 0, "a run without an earlier one begins prompts");
                 }
                 assert_eq!(Some(&run.last), run.hashes.last());
                 let (found, _) =

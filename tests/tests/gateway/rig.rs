@@ -332,7 +332,11 @@ impl Exchange {
     }
 
     pub async fn response_head(&mut self, status: &str, metadata: Metadata) -> Result<()> {
-        let headers = HeaderMap { headers: vec![header(":status", status)] };
+        self.response_headers(&[(":status", status)], metadata).await
+    }
+
+    pub async fn response_headers(&mut self, headers: &[(&str, &str)], metadata: Metadata) -> Result<()> {
+        let headers = HeaderMap { headers: headers.iter().map(|(name, value)| header(name, value)).collect() };
         self.send_with(Request::ResponseHeaders(HttpHeaders { headers: Some(headers), end_of_stream: false }), metadata).await?;
         match self.expect().await?.response {
             Some(Response::ResponseHeaders(_)) => Ok(()),

@@ -223,6 +223,52 @@ async fn usage_is_counted_also_if_the_engine_does_not_report_cached_tokens() -> 
     Ok(())
 }
 
+/// A client that has the last bytes may close its connection at once. The gateway then resets the stream and sends no end.
+#[tokio::test(flavor = "multi_thread")]
+async fn usage_is_counted_although_the_client_leaves_after_the_last_bytes() -> Result<()> {
+    let gateway = Gateway::start(1).await?;
+    let usage = r#"{"usage":{"prompt_tokens":50,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":3}}}"#;
+    let length = usage.len().to_string();
+    let streamed = format!("data: {usage}\n\ndata: [DONE]\n\n");
+    for (answers, (headers, answer)) in
+        [(&[(":status", "200"), ("content-length", &*length)][..], usage), (&[(":status", "200")], &*streamed)]
+            .into_iter()
+            .enumerate()
+    {
+        let body = json!({ "model": "fake", "prompt": document(1), "max_tokens": 4 }).to_string();
+        let (mut exchange, _) = gateway.request("/v1/completions", &[], body.as_bytes()).await?;
+        exchange.response_headers(headers, Default::default()).await?;
+        let (first, last) = answer.as_bytes().split_at(9);
+        exchange.response_chunk(first, false).await?;
+        assert_eq!(gateway.bookings().await?, 1);
+        exchange.response_chunk(last, false).await?;
+        drop(exchange);
+        until("the booking has ended", async || Ok(gateway.bookings().await? == 0)).await?;
+        assert_eq!(metric(&gateway, "tandem_frontend_request_cached_tokens_count"), answers as f64 + 1.0);
+    }
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
+/// A server that is gone fails its requests at once, so by its load alone it would be the best one until the worker's check finds it gone.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_the_gateway_cannot_reach_gets_no_further_requests() -> Result<()> {
+    let gateway = Gateway::start(2).await?;
+    let mut failed = [0; 2];
+    for number in 0..20 {
+        let body = json!({ "model": "fake", "prompt": document(number), "max_tokens": 4 }).to_string();
+        let (mut exchange, picked) = gateway.request("/v1/completions", &[], body.as_bytes()).await?;
+        let engine = gateway.index_of(&picked.sent()?.0)?;
+        exchange.response_head(if engine == 0 { "503" } else { "200" }, Default::default()).await?;
+        exchange.response_chunk(b"{}", true).await?;
+        failed[engine] += 1;
+        until("the booking has ended", async || Ok(gateway.bookings().await? == 0)).await?;
+    }
+    assert!(failed[0] <= 4 && failed[1] >= 16, "{failed:?}: three faults open the circuit for a second or two");
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn placement_on_observed_workers_is_explained_at_the_admin_port() -> Result<()> {
     let gateway = Gateway::with(2, FakeSettings::default(), |settings| {

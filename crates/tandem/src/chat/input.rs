@@ -48,6 +48,17 @@ impl UserInput {
         with_quoted_lines(entered, || self.line(NEXT_PROMPT))
     }
 
+    /// Drops the lines of a paste that are not answered yet. The terminal itself has dropped what it had not delivered when Ctrl-C was
+    /// pressed.
+    pub(super) fn drop_pasted(&mut self) -> Result<()> {
+        let Self::Terminal(editor) = self else { return Ok(()) };
+        // The editor has read ahead. The new one has the same history.
+        let mut new = DefaultEditor::new().context("the terminal cannot be read")?;
+        std::mem::swap(new.history_mut(), editor.history_mut());
+        **editor = new;
+        Ok(())
+    }
+
     fn line(&mut self, prompt: &str) -> Result<EnteredLine> {
         match self {
             Self::Terminal(editor) => match editor.readline(prompt) {

@@ -53,6 +53,13 @@ const DEFAULT_MODEL_TEMPERATURE: f64 = 0.2;
 pub(super) const WANTED: &str =
     "`tandem chat` needs a frontend, or another server with OpenAI's API; `tandem up` starts one at 127.0.0.1:8000";
 
+/// How an answer has ended.
+enum AnswerEnd {
+    Complete,
+    /// By Ctrl-C.
+    Interrupted,
+}
+
 /// A conversation with a server.
 struct ChatSession {
     args: ChatArgs,
@@ -99,7 +106,13 @@ pub fn run(args: ChatArgs) -> Result<()> {
             let done = match command {
                 ChatCommand::Quit => return Ok(()),
                 ChatCommand::Message if message.trim().is_empty() => Ok(()),
-                ChatCommand::Message => chat.answer(message, interrupt()?).await,
+                ChatCommand::Message => {
+                    let done = chat.answer(message, interrupt()?).await;
+                    if let Ok(AnswerEnd::Interrupted) = done {
+                        input.drop_pasted()?;
+                    }
+                    done.map(drop)
+                }
                 command => chat.obey(command),
             };
             match done {
@@ -173,16 +186,19 @@ impl ChatSession {
 
     /// Sends the conversation with this message, and prints the answer as it arrives. `interrupt` (Ctrl-C) ends the answer: what has arrived
     /// stays in the conversation.
-    async fn answer(&mut self, message: String, mut interrupt: Option<Signal>) -> Result<()> {
+    async fn answer(&mut self, message: String, mut interrupt: Option<Signal>) -> Result<AnswerEnd> {
         self.messages.push(json!({ "role": "user", "content": message }));
         let mut answers = Answers::request(Arc::clone(&self.server), &self.args.key_env, &self.request());
         let mut format = terminal::width().map(TerminalAnswer::new);
         let (mut summary, mut text) = (AnswerSummary::begin(), String::new());
-        let mut result = Ok(());
+        let mut result = Ok(AnswerEnd::Complete);
         loop {
             let piece = tokio::select! {
                 biased;
-                () = interrupted(&mut interrupt) => break,
+                () = interrupted(&mut interrupt) => {
+                    result = Ok(AnswerEnd::Interrupted);
+                    break;
+                }
                 piece = answers.next() => piece,
             };
             match piece {

@@ -1,13 +1,14 @@
 //! `tandem chat` with messages from a pipe.
 
 use crate::{
+    cluster::until,
     talk::metric,
     up::{Up, tandem},
 };
 use std::{
     io::Write,
     net::TcpListener,
-    process::{Output, Stdio},
+    process::{Child, Output, Stdio},
 };
 
 fn chat(args: &[&str], key: Option<&str>, messages: &str) -> Output {
@@ -53,18 +54,34 @@ fn chat_prints_answers_with_cached_tokens_and_sends_earlier_messages_again() {
     assert_eq!(metric(&up, "tandem_frontend_request_duration_seconds_count "), Some(3.0));
 }
 
+/// Runs `tandem chat` in a terminal. `script` provides it.
+fn chat_in_a_terminal(up: &Up, max_tokens: u32) -> Child {
+    let chat = format!("'{}' chat {} --max-tokens {max_tokens}", env!("CARGO_BIN_EXE_tandem"), up.address());
+    let mut script = std::process::Command::new("script");
+    script.args(["-qec", &chat, "/dev/null"]).env("TERM", "xterm").stdin(Stdio::piped()).stdout(Stdio::piped());
+    script.spawn().expect("`script` of util-linux is installed")
+}
+
+#[test]
+fn chat_in_a_terminal_drops_pasted_lines_at_ctrl_c() {
+    let up = Up::start(&["--engine", "sim"], Stdio::null());
+    let mut process = chat_in_a_terminal(&up, 3_000);
+    let mut stdin = process.stdin.take().expect("stdin is piped");
+    stdin.write_all(b"One\nTwo\nThree\n").expect("the program reads its messages");
+    let (running, ended) = ("tandem_frontend_inflight_requests ", "tandem_frontend_request_duration_seconds_count ");
+    until("an answer runs", || metric(&up, running), |requests| *requests == Some(1.0));
+    stdin.write_all(b"\x03").expect("the terminal is open");
+    until("the answer has ended", || metric(&up, ended), |requests| *requests == Some(1.0));
+    stdin.write_all(b"/quit\n").expect("the program reads its messages");
+    drop(stdin);
+    let printed = text(&process.wait_with_output().expect("the program ends").stdout);
+    assert_eq!(metric(&up, ended), Some(1.0), "{printed}");
+}
+
 #[test]
 fn chat_in_a_terminal_answers_lines_that_arrive_together() {
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "50"], Stdio::null());
-    let chat = format!("'{}' chat {} --max-tokens 5", env!("CARGO_BIN_EXE_tandem"), up.address());
-    // `script` runs the command in a terminal.
-    let mut process = std::process::Command::new("script")
-        .args(["-qec", &chat, "/dev/null"])
-        .env("TERM", "xterm")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("`script` of util-linux is installed");
+    let mut process = chat_in_a_terminal(&up, 5);
     let mut stdin = process.stdin.take().expect("stdin is piped");
     stdin.write_all(b"One\nTwo\nThree\n/quit\n").expect("the program reads its messages");
     drop(stdin);

@@ -24,7 +24,10 @@ use serde_json::{Map, Value};
 use std::{sync::Arc, time::Duration};
 use tandem_api::{Options, RequestError, at_most};
 use tandem_kv::{Namespace, Priority, cache_salt};
-use tandem_proto::{TEXT_BYTES_MAX, ext_proc::ProcessingResponse};
+use tandem_proto::{
+    TEXT_BYTES_MAX,
+    ext_proc::{HeaderMap, ProcessingResponse},
+};
 use tokio::{sync::watch, time::timeout};
 
 /// Maximum time for a placement. It takes less than a millisecond while a router answers.
@@ -222,10 +225,18 @@ pub(super) fn refuse(incoming: &mut Incoming, error: ApiError) -> ProcessingResp
 }
 
 /// Returns the status of an answer; 502 if the gateway reports none.
-pub(super) fn status(headers: Option<&tandem_proto::ext_proc::HeaderMap>) -> StatusCode {
-    let value = headers.into_iter().flat_map(|headers| &headers.headers).find(|header| header.key == ":status");
-    let text = value.map(|header| if header.raw_value.is_empty() { header.value.as_bytes() } else { &header.raw_value[..] });
-    text.and_then(|text| StatusCode::from_bytes(text).ok()).unwrap_or(StatusCode::BAD_GATEWAY)
+pub(super) fn status(headers: Option<&HeaderMap>) -> StatusCode {
+    value(headers, ":status").and_then(|text| StatusCode::from_bytes(text).ok()).unwrap_or(StatusCode::BAD_GATEWAY)
+}
+
+/// Returns the length of an answer's body in bytes; `None` if the gateway reports none.
+pub(super) fn content_length(headers: Option<&HeaderMap>) -> Option<u64> {
+    str::from_utf8(value(headers, "content-length")?).ok()?.parse().ok()
+}
+
+fn value<'a>(headers: Option<&'a HeaderMap>, name: &str) -> Option<&'a [u8]> {
+    let header = headers?.headers.iter().find(|header| header.key == name)?;
+    Some(if header.raw_value.is_empty() { header.value.as_bytes() } else { &header.raw_value[..] })
 }
 
 #[cfg(test)]

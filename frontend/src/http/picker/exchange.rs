@@ -27,7 +27,7 @@ use bytes::Bytes;
 use std::{collections::BTreeMap, convert::Infallible, future::pending, net::IpAddr, pin::pin, sync::Arc, time::Duration};
 use tandem_proto::{
     ext_proc::{
-        BodyResponse, BodySendMode, HeadersResponse, HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
+        BodyResponse, BodySendMode, HeaderMap, HeadersResponse, HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
         TrailersResponse, processing_request::Request, processing_response::Response,
     },
     unknown_message,
@@ -78,6 +78,8 @@ struct PlacedRequest {
     booking: Option<Booking>,
     status: StatusCode,
     has_begun: bool,
+    /// The number of bytes of the answer that have not arrived; `None` if the answer's length is not known.
+    left: Option<u64>,
     tail: Tail,
 }
 
@@ -129,6 +131,7 @@ impl GatewayStream {
             booking: Some(booking),
             status: StatusCode::BAD_GATEWAY,
             has_begun: false,
+            left: None,
             tail: Tail::default(),
         };
         self.relay(running, head.modes).await
@@ -222,23 +225,23 @@ impl GatewayStream {
                 Some(Request::RequestBody(chunk)) => self.give_back(chunk, modes.request, Response::RequestBody).await?,
                 Some(Request::RequestTrailers(_)) => self.send(answer(Response::RequestTrailers(TrailersResponse {}))).await?,
                 Some(Request::ResponseHeaders(HttpHeaders { headers, end_of_stream })) => {
-                    running.status = choice::status(headers.as_ref());
+                    running.begin(headers.as_ref()).await;
                     self.send(answer(Response::ResponseHeaders(HeadersResponse::default()))).await?;
                     if end_of_stream {
                         running.finish().await;
                     }
                 }
                 Some(Request::ResponseBody(chunk)) => {
-                    let (bytes, ends) = (chunk.body.clone(), chunk.end_of_stream);
-                    self.give_back(chunk, modes.answer, Response::ResponseBody).await?;
-                    running.answered(&bytes).await;
-                    if ends {
+                    running.answered(&chunk.body).await;
+                    // A client that has the last bytes may close the connection at once, and the gateway then resets this stream.
+                    if chunk.end_of_stream || running.is_complete() {
                         running.finish().await;
                     }
+                    self.give_back(chunk, modes.answer, Response::ResponseBody).await?;
                 }
                 Some(Request::ResponseTrailers(_)) => {
-                    self.send(answer(Response::ResponseTrailers(TrailersResponse {}))).await?;
                     running.finish().await;
+                    self.send(answer(Response::ResponseTrailers(TrailersResponse {}))).await?;
                 }
                 Some(Request::RequestHeaders(_)) => return Err(Status::invalid_argument("a stream is for one request")),
                 None => unknown_message("Process"),
@@ -276,8 +279,27 @@ impl PlacedRequest {
         }
     }
 
+    /// Records the answer's head. If the gateway could not get an answer from the server, the booking ends, and the router soon places
+    /// nothing there: a server that is gone would otherwise seem to have the least load.
+    async fn begin(&mut self, headers: Option<&HeaderMap>) {
+        self.status = choice::status(headers);
+        self.left = choice::content_length(headers);
+        if matches!(self.status, StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT)
+            && let Some(booking) = self.booking.take()
+        {
+            self.incoming.admitted.finish(self.status);
+            booking.failed().await;
+        }
+    }
+
+    /// Whether all bytes of the answer have arrived, although the gateway may not have said so.
+    fn is_complete(&self) -> bool {
+        self.left == Some(0) || self.tail.is_done()
+    }
+
     /// Records bytes of the answer. The first ones end the prefill.
     async fn answered(&mut self, bytes: &[u8]) {
+        self.left = self.left.map(|left| left.saturating_sub(bytes.len() as u64));
         if bytes.is_empty() || !self.status.is_success() {
             return;
         }

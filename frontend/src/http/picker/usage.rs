@@ -39,6 +39,11 @@ impl Tail {
         self.0.extend_from_slice(kept);
     }
 
+    /// Whether a streamed answer is complete.
+    pub(super) fn is_done(&self) -> bool {
+        self.0.trim_ascii_end().ends_with(b"\ndata: [DONE]")
+    }
+
     /// Returns the last usage in the answer; `None` if there is none. Text of the answer that looks like one has escaped quotes.
     pub(super) fn usage(&self) -> Option<CountedUsage> {
         let found = self.0.windows(KEY.len()).enumerate().rev().filter(|(_, window)| *window == KEY);

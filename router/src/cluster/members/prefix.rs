@@ -38,20 +38,20 @@ impl RemovedBy {
 }
 
 impl ClusterMembers {
-    /// Returns the present time for the index, in seconds.
-    pub(super) fn seconds(&self) -> u64 {
-        self.now().saturating_duration_since(self.removed.began).as_secs()
+    /// Returns this time for the index, in seconds.
+    pub(super) fn seconds(&self, now: Instant) -> u64 {
+        now.saturating_duration_since(self.removed.began).as_secs()
     }
 
-    /// Returns the largest number of leading blocks that the prompt has in common with prompts that were computed just now.
-    pub(in crate::cluster) fn just_computed(&self, hashes: &[SequenceHash]) -> u32 {
-        self.just_computed.longest(hashes, self.now()) as u32
+    /// Returns the largest number of leading blocks that the prompt has in common with prompts that were computed just before `now`.
+    pub(in crate::cluster) fn just_computed(&self, hashes: &[SequenceHash], now: Instant) -> u32 {
+        self.just_computed.longest(hashes, now) as u32
     }
 
     /// Returns the longest remembered prefix of the prompt that workers have removed; `None` if it is not longer than the first `cached`
     /// blocks.
-    pub(in crate::cluster) fn removed(&self, hashes: &[SequenceHash], cached: u32) -> Option<v1::KnownPrefix> {
-        self.index.set_time(self.seconds());
+    pub(in crate::cluster) fn removed(&self, hashes: &[SequenceHash], cached: u32, now: Instant) -> Option<v1::KnownPrefix> {
+        self.index.set_time(self.seconds(now));
         let removed = self.index.removed(hashes, cached)?;
         Some(v1::KnownPrefix {
             worker_id: self.removed.name(removed.owner),
