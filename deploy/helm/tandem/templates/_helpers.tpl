@@ -190,7 +190,7 @@ capabilities: { drop: [ALL] }
 {{- end -}}
 {{- range $v.vllm.args -}}
 {{- if regexMatch "^(--data[-_]parallel|-dp)" . -}}
-{{- fail (printf "epp.enabled cannot be used with %s in vllm.args: a gateway cannot choose among data-parallel ranks; set decode.replicas to the number of ranks" .) -}}
+{{- fail (printf "epp.enabled cannot be used with %s in vllm.args: a gateway cannot choose among data-parallel ranks; raise decode.replicas instead" .) -}}
 {{- end -}}
 {{- end -}}
 {{- if or $v.frontend.apiKeysSecret.name $v.frontend.tlsSecret $v.frontend.autoscaling.enabled -}}
