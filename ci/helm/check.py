@@ -13,12 +13,16 @@ import kubernetes_validate
 import kubernetes_validate.utils
 import yaml
 
+import gateway
+
 ROOT = pathlib.Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/tandem"
 # The oldest version that Chart.yaml permits, and the newest whose schemas are installed.
 VERSIONS = ["1.29", kubernetes_validate.latest_version()]
 # Kinds of the Prometheus operator and of cert-manager, whose schemas are not those of Kubernetes.
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "Issuer", "Certificate"}
+# Endpoint pickers without anything that is refused.
+EPP = "engine=vllm,model.source=hf:a/b,prefill.replicas=0,epp.enabled=true,networkPolicy.enabled=false"
 # Settings that the chart must refuse, and a part of the error.
 REFUSED = [
     ("enginee=cpu", "enginee"),
@@ -42,6 +46,26 @@ REFUSED = [
     ("engine=sglang,model.source=hf:a/b,sglang.kvConnector=nixl,prefill.replicas=0", "prefill.replicas"),
     ("decode.autoscaling.enabled=true,decode.autoscaling.minReplicas=9", "maxReplicas"),
     ("discovery=etcd,etcd.user=tandem", "etcd.passwordSecret.name"),
+    ("epp.enabled=true", "epp.enabled needs engine vllm"),
+    (f"{EPP},engine=sglang", "epp.enabled needs engine vllm"),
+    (f"{EPP},vllm.kvConnector=nixl", "epp.enabled needs vllm.kvConnector none"),
+    (f"{EPP},vllm.kvConnector=nixl,prefill.replicas=1", "epp.enabled needs vllm.kvConnector none"),
+    (f"{EPP},prefill.replicas=1", "set prefill.replicas to 0"),
+    (f"{EPP},vllm.args={{--max-model-len=8192,--data-parallel-size=2}}", "--data-parallel-size=2 in vllm.args"),
+    (f"{EPP},vllm.args={{-dp=2}}", "-dp=2 in vllm.args"),
+    (f"{EPP},frontend.apiKeysSecret.name=x", "frontend.apiKeysSecret"),
+    (f"{EPP},frontend.tlsSecret=x", "frontend.tlsSecret"),
+    (f"{EPP},frontend.autoscaling.enabled=true", "epp.autoscaling"),
+    (f"{EPP},networkPolicy.enabled=true", "networkPolicy.api"),
+    (f"{EPP},epp.httpRoute.enabled=true", "epp.httpRoute.parentRefs"),
+    (f"{EPP},epp.httpRoute.timeout=600", "epp.httpRoute.timeout"),
+    (f"{EPP},epp.inferencePool.failureMode=Fail", "epp.inferencePool.failureMode"),
+    (f"{EPP},epp.replicas=0", "epp.replicas"),
+    (f"{EPP},epp.autoscaling.enabled=true,epp.autoscaling.minReplicas=9", "epp.autoscaling.maxReplicas"),
+    (f"{EPP},epp.tlsSecret=x", "epp.tlsSecret"),
+    (f"{EPP},epp.flags.engine-url=http://x:1", "--engine-url"),
+    (f"{EPP},decode.flags.observe=10.1.2.3:1", "--observe"),
+    ("frontend.httpRoute.enabled=true", "frontend.httpRoute"),
 ]
 
 # The schemas of all definitions are one large file.
@@ -75,8 +99,13 @@ def problems_of(name, manifests):
     problems = []
     names = [(item["kind"], item["metadata"]["name"]) for item in objects]
     problems += [f"{name}: {item} is defined twice" for item in sorted(set(names)) if names.count(item) > 1]
+    problems += [f"{name}: {problem}" for problem in gateway.problems_of(objects)]
     for item in objects:
         if item["kind"] in CUSTOM:
+            continue
+        found = gateway.invalid(item)
+        if found is not None:
+            problems += [f"{name}: {problem}" for problem in found]
             continue
         for version in VERSIONS:
             try:

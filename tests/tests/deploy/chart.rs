@@ -142,7 +142,7 @@ fn settings_and_ports_of_the_chart_exist_in_the_product() -> Result<()> {
             ensure!(given > grace + stop, "{name}: {given} s end before the process has drained");
         }
     }
-    ensure!(roles.len() == 4, "only {roles:?} were found");
+    ensure!(roles.len() == 5, "only {roles:?} were found");
     Ok(())
 }
 
@@ -216,8 +216,10 @@ fn static_addresses_of_the_chart_belong_to_its_pods() -> Result<()> {
 
 #[test]
 fn each_pod_of_the_chart_has_the_certificate_of_its_own_role() -> Result<()> {
-    const SECRET_OF_ROLE: [(&str, &str); 5] = [
+    // An endpoint picker calls routers as a frontend does.
+    const SECRET_OF_ROLE: [(&str, &str); 6] = [
         ("frontend", "frontend"),
+        ("frontend", "epp"),
         ("router", "router"),
         ("prefill", "prefill-worker"),
         ("decode", "decode-worker"),
@@ -250,7 +252,7 @@ fn each_pod_of_the_chart_has_the_certificate_of_its_own_role() -> Result<()> {
             made += 1;
         }
     }
-    ensure!(mounted == 8 && made == 5, "{mounted} pods have certificates, {made} certificates are made");
+    ensure!(mounted == 11 && made == 5, "{mounted} pods have certificates, {made} certificates are made");
     Ok(())
 }
 
@@ -264,9 +266,12 @@ fn permits(rule: &Value, peers: &str, component: &str, port: u64) -> bool {
 
 #[test]
 fn network_policies_permit_the_calls_of_the_product_and_no_others() -> Result<()> {
-    const PORTS: [(&str, u64); 10] = [
+    const PORTS: [(&str, u64); 13] = [
         ("frontend", 8000),
         ("frontend", 9300),
+        ("epp", 9002),
+        ("epp", 9300),
+        ("decode", 8000),
         ("router", 7000),
         ("router", 9000),
         ("prefill", 7100),
@@ -276,8 +281,10 @@ fn network_policies_permit_the_calls_of_the_product_and_no_others() -> Result<()
         ("etcd", 2379),
         ("nats", 4222),
     ];
-    const CALLS: [(&str, u64); 14] = [
+    const CALLS: [(&str, u64); 16] = [
         ("frontend", 7000),
+        ("epp", 7000),
+        ("epp", 2379),
         ("router", 7000),
         ("frontend", 7200),
         ("router", 7200),
@@ -338,9 +345,11 @@ async fn metrics_and_health_paths_of_the_chart_exist_in_the_product() -> Result<
             let endpoint = &monitor["spec"]["endpoints"][0];
             ensure!(endpoint["path"] == "/metrics" && endpoint["port"] == "admin", "{endpoint}");
             let has_port = |service: &&Value| list(&service["spec"]["ports"]).iter().any(|port| port["name"] == "admin");
+            let roles =
+                rendering.pods().filter(|(_, pod)| containers(pod).any(|container| port_named(container, "admin").is_ok()));
             ensure!(
-                rendering.of_kind("Service").filter(has_port).count() == 4,
-                "{}: not all four roles have metrics",
+                rendering.of_kind("Service").filter(has_port).count() == roles.count(),
+                "{}: not all roles have metrics",
                 rendering.values
             );
         }

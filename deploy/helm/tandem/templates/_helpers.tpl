@@ -25,12 +25,17 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 
+{{/* The component that places requests: endpoint pickers, or frontends. */}}
+{{- define "tandem.entry" -}}
+{{- ternary "epp" "frontend" .Values.epp.enabled -}}
+{{- end }}
+
 {{/* The gRPC port of each role (the API's port for frontends), and its admin port. */}}
 {{- define "tandem.port" -}}
-{{- get (dict "frontend" "8000" "router" "7000" "prefill" "7100" "decode" "7200" "etcd" "2379" "nats" "4222") . -}}
+{{- get (dict "frontend" "8000" "epp" "9002" "router" "7000" "prefill" "7100" "decode" "7200" "etcd" "2379" "nats" "4222") . -}}
 {{- end }}
 {{- define "tandem.adminPort" -}}
-{{- get (dict "frontend" "9300" "router" "9000" "prefill" "9100" "decode" "9200") . -}}
+{{- get (dict "frontend" "9300" "epp" "9300" "router" "9000" "prefill" "9100" "decode" "9200") . -}}
 {{- end }}
 
 {{/* The name that a role has in `tandem ROLE`, and in its certificate. */}}
@@ -43,9 +48,10 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if ne .Values.clusterTls.source "none" -}}yes{{- end -}}
 {{- end }}
 
-{{/* The Secret with a certificate. dict root, component */}}
+{{/* The Secret with a certificate. To routers, an endpoint picker is a frontend. dict root, component */}}
 {{- define "tandem.certificateSecret" -}}
-{{- printf "%s-%s" (default (printf "%s-cert" (include "tandem.fullname" .root)) .root.Values.clusterTls.secretName) .component -}}
+{{- $component := ternary "frontend" .component (eq .component "epp") -}}
+{{- printf "%s-%s" (default (printf "%s-cert" (include "tandem.fullname" .root)) .root.Values.clusterTls.secretName) $component -}}
 {{- end }}
 
 {{- define "tandem.modelsFolder" -}}/var/lib/tandem/models{{- end }}
@@ -175,6 +181,28 @@ capabilities: { drop: [ALL] }
 {{- fail "with sglang.kvConnector other than none, decode servers compute no prompts: set prefill.replicas to 1 or more, or sglang.kvConnector to none" -}}
 {{- end -}}
 {{- end -}}
+{{- if $v.epp.enabled -}}
+{{- if ne $v.engine "vllm" -}}
+{{- fail (printf "epp.enabled needs engine vllm: an endpoint picker cannot observe workers with engine %s" $v.engine) -}}
+{{- end -}}
+{{- if ne $v.vllm.kvConnector "none" -}}
+{{- fail "epp.enabled needs vllm.kvConnector none and prefill.replicas 0: a gateway sends each request to one server, which prefills it itself" -}}
+{{- end -}}
+{{- range $v.vllm.args -}}
+{{- if regexMatch "^(--data[-_]parallel|-dp)" . -}}
+{{- fail (printf "epp.enabled cannot be used with %s in vllm.args: a gateway cannot choose among data-parallel ranks; raise decode.replicas instead" .) -}}
+{{- end -}}
+{{- end -}}
+{{- if or $v.frontend.apiKeysSecret.name $v.frontend.tlsSecret $v.frontend.autoscaling.enabled -}}
+{{- fail "frontend.apiKeysSecret, frontend.tlsSecret and frontend.autoscaling have no effect with epp.enabled: the gateway has the keys and TLS, and epp.autoscaling adds pickers" -}}
+{{- end -}}
+{{- if and $v.epp.httpRoute.enabled (not $v.epp.httpRoute.parentRefs) -}}
+{{- fail "epp.httpRoute.enabled needs epp.httpRoute.parentRefs, such as [{name: GATEWAY, namespace: NAMESPACE}]" -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.api) -}}
+{{- fail "epp.enabled needs networkPolicy.api, the sources that may reach pickers and servers, which authenticate no caller: the gateway's pods, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: NAMESPACE}}}]" -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.clusterTls.issuer.name (ne $v.clusterTls.source "cert-manager") -}}
 {{- fail "clusterTls.issuer needs clusterTls.source cert-manager" -}}
 {{- end -}}
@@ -184,14 +212,14 @@ capabilities: { drop: [ALL] }
 {{- if and $v.model.claim.create (or (not $v.model.claim.name) (hasPrefix "/" $v.model.source) (and (eq $v.engine "sim") (not $v.model.source))) -}}
 {{- fail "model.claim.create needs model.claim.name, and a model.source to download into it" -}}
 {{- end -}}
-{{- range $role := list "prefill" "decode" "frontend" -}}
+{{- range $role := list "prefill" "decode" "frontend" "epp" -}}
 {{- $a := (get $v $role).autoscaling -}}
 {{- if and $a.enabled (lt (int $a.maxReplicas) (int $a.minReplicas)) -}}
 {{- fail (printf "%s.autoscaling.maxReplicas is less than minReplicas" $role) -}}
 {{- end -}}
 {{- end -}}
-{{- range $role := list "frontend" "router" "prefill" "decode" -}}
-{{- range $flag := list "cluster" "cluster-key-file" "listen" "admin-listen" "advertise" "grace-period" "engine" "model" "served-model-name" "offline" "cluster-cert" "cluster-cert-key" "cluster-ca" "workers" "workers-file" "router" "peers" "etcd" "nats" "worker-id" "api-keys-file" "tls-cert" "tls-key" -}}
+{{- range $role := list "frontend" "epp" "router" "prefill" "decode" -}}
+{{- range $flag := list "cluster" "cluster-key-file" "listen" "admin-listen" "advertise" "grace-period" "engine" "engine-url" "observe" "model" "served-model-name" "offline" "cluster-cert" "cluster-cert-key" "cluster-ca" "workers" "workers-file" "router" "peers" "etcd" "nats" "worker-id" "api-keys-file" "tls-cert" "tls-key" -}}
 {{- if or (hasKey (get $v $role).flags $flag) (hasKey $v.flags $flag) -}}
 {{- fail (printf "the chart itself sets --%s; remove it from flags and use the chart's values" $flag) -}}
 {{- end -}}

@@ -3,6 +3,7 @@
 {{- $root := .root }}{{- $v := .root.Values }}{{- $component := .component }}
 {{- $c := get $v $component }}
 {{- $isWorker := has $component (list "prefill" "decode") }}
+{{- $isEntry := has $component (list "frontend" "epp") }}
 {{- $modelFrom := include "tandem.modelFrom" . }}
 {{- $byEtcd := eq $v.discovery "etcd" }}
 - {{ include "tandem.role" $component }}
@@ -25,7 +26,7 @@
 {{- else if eq $component "router" }}
 - --workers-file=/etc/tandem/workers
 - --peers={{ include "tandem.addresses" (dict "root" $root "component" "router" "count" $v.router.replicas) | trim | replace "\n" "," }}
-{{- else if eq $component "frontend" }}
+{{- else if $isEntry }}
 - --router={{ include "tandem.addresses" (dict "root" $root "component" "router" "count" $v.router.replicas) | trim | replace "\n" "," }}
 {{- end }}
 {{- if eq $component "frontend" }}
@@ -37,7 +38,7 @@
 - --tls-key=/run/secrets/tls/tls.key
 {{- end }}
 {{- end }}
-{{- if and $v.nats.enabled (ne $component "frontend") }}
+{{- if and $v.nats.enabled (not $isEntry) }}
 {{- include "tandem.connection" (dict "root" $root "component" "nats" "servers" $v.nats.servers "settings" $v.nats) }}
 {{- end }}
 {{- if ne $component "router" }}
@@ -49,6 +50,9 @@
 - --engine-events-replay=ipc:///run/{{ $v.engine }}/replay
 {{- if eq $v.engine "vllm" }}
 - --engine-kv-connector={{ $s.kvConnector }}
+{{- end }}
+{{- if $v.epp.enabled }}
+- --observe=$(POD_IP):8000
 {{- end }}
 - --batch-max={{ $s.maxNumSeqs }}
 {{- else }}
@@ -181,7 +185,7 @@
 {{/* Whether the component uses etcd or NATS. dict root, component, server */}}
 {{- define "tandem.uses" -}}
 {{- if eq .server "etcd" -}}{{- ternary "yes" "no" (eq .root.Values.discovery "etcd") -}}
-{{- else -}}{{- ternary "yes" "no" (and .root.Values.nats.enabled (ne .component "frontend")) -}}
+{{- else -}}{{- ternary "yes" "no" (and .root.Values.nats.enabled (not (has .component (list "frontend" "epp")))) -}}
 {{- end -}}
 {{- end }}
 
@@ -235,8 +239,9 @@
 {{- $s := get $v $v.engine }}
 {{- $isVllm := eq $v.engine "vllm" }}
 {{- $exchanges := ne $s.kvConnector "none" }}
-{{- /* Decode servers of SGLang meet the prefill servers at their pods' addresses. */}}
+{{- /* Decode servers of SGLang meet the prefill servers at their pods' addresses. A gateway sends requests to the pods' addresses. */}}
 {{- $host := ternary "127.0.0.1" "$(POD_IP)" (or $isVllm (not $exchanges)) }}
+{{- if $v.epp.enabled }}{{ $host = "0.0.0.0" }}{{ end }}
 {{- $weights := ternary (include "tandem.serverPath" .root) (include "tandem.repository" .root) (eq $modelFrom "claim") }}
 {{- $events := printf "\"publisher\":\"zmq\",\"endpoint\":\"ipc:///run/%s/events\",\"replay_endpoint\":\"ipc:///run/%s/replay\"" $v.engine $v.engine }}
 # A sidecar, so that the server ends after the worker has drained.
@@ -308,6 +313,12 @@
     {{- end }}
   {{- if $exchanges }}
   ports: [{ name: {{ ternary "nixl" "rooms" $isVllm }}, containerPort: {{ ternary 5600 8998 $isVllm }} }]
+  {{- end }}
+  {{- if $v.epp.enabled }}
+  ports: [{ name: http, containerPort: 8000 }]
+  # The gateway's requests do not pass the worker, which therefore ends at once; the server gives them as much time as other processes.
+  lifecycle:
+    preStop: { exec: { command: [sleep, {{ $v.gracePeriodSeconds | quote }}] } }
   {{- end }}
   startupProbe:
     exec: &health
