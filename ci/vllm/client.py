@@ -31,6 +31,8 @@ class Answer:
 
     status: int = 0
     request_id: str | None = None
+    # The address of the engine that has answered, if a gateway adds it to answers (scenarios/gateway.py).
+    server: str | None = None
     text: str = ""
     usage: dict | None = None
     # Tandem's extension object, which `x-tandem-details` requests.
@@ -60,10 +62,11 @@ class Answer:
 
 
 class Client:
-    def __init__(self, address, key=None):
-        """`address`: HOST:PORT, or a URL with nothing after the port. `key`: an API key."""
+    def __init__(self, address, key=None, details=True):
+        """`address`: HOST:PORT, or a URL with nothing after the port. `key`: an API key. `details`: requests Tandem's extension object."""
         self.address = address.removeprefix("http://")
         self.headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self.details = {"x-tandem-details": "true"} if details else {}
 
     def ask(self, endpoint, prompt, *, stream=False, leave=None, on_chunk=None, **options):
         """Sends a greedy request for exactly `max_tokens` tokens; returns what was received, errors included.
@@ -82,9 +85,10 @@ class Client:
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=leave or TIMEOUT_SECONDS)) as connection:
             try:
                 began = time.perf_counter()
-                connection.request("POST", PATHS[endpoint], json.dumps(body), self.headers | {"x-tandem-details": "true"})
+                connection.request("POST", PATHS[endpoint], json.dumps(body), self.headers | self.details)
                 response = connection.getresponse()
-                answer.status, answer.request_id = response.status, response.headers.get("x-request-id")
+                answer.status, headers = response.status, response.headers
+                answer.request_id, answer.server = headers.get("x-request-id"), headers.get("x-server")
                 if stream and response.status == 200:
                     self.read_stream(response, answer, began, on_chunk)
                 else:
@@ -134,7 +138,7 @@ class Client:
     def post(self, path, body):
         """Returns the status, and the JSON of the answer or of each event of a streamed answer."""
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=TIMEOUT_SECONDS)) as connection:
-            connection.request("POST", path, json.dumps(body), self.headers | {"x-tandem-details": "true"})
+            connection.request("POST", path, json.dumps(body), self.headers | self.details)
             response = connection.getresponse()
             text = response.read().decode()
         if response.headers.get("content-type", "").startswith("text/event-stream"):

@@ -60,8 +60,8 @@ def ask_all(client, name):
     return received
 
 
-def prefixes(engine):
-    """Returns the beginnings of prompts that the engine has cached for the running cluster, in Tandem's blocks, and the number of all blocks with
+def prefixes(engine, block):
+    """Returns the beginnings of prompts that the engine has cached for the running cluster, in blocks of this size, and the number of all blocks with
     a salt of Tandem's. The cluster's own salt is the last one in the engine's events. Earlier clusters had other keys, and so other salts."""
     batches = kv_events.replay(engine.event_sources()[1])
     salts = [keys for _, events in batches for event in events for keys in kv_events.keys(event) if keys and len(keys[0]) == 80]
@@ -69,28 +69,28 @@ def prefixes(engine):
         (salt, tokens[:end])
         for tokens, salt in kv_events.chains(kv_events.cache(batches))
         if salt in set(salts)
-        for end in range(TANDEM_BLOCK, len(tokens) + 1, TANDEM_BLOCK)
+        for end in range(block, len(tokens) + 1, block)
     }
     return {tokens for salt, tokens in beginnings if salt == salts[-1]}, len(beginnings)
 
 
-def leaves(beginnings):
-    inner = {tokens[:-TANDEM_BLOCK] for tokens in beginnings}
+def leaves(beginnings, block):
+    inner = {tokens[:-block] for tokens in beginnings}
     return sorted(tokens for tokens in beginnings if tokens not in inner)
 
 
-def compare(client, engines, router=None):
+def compare(client, engines, router, block):
     """Compares the router's index with the engines' caches. Returns the blocks in each cache and in the index, the number of prompts that were
-    looked up, and what differs. `router`: where the router's metrics are, if they are not the frontend's."""
-    caches = {worker: prefixes(engine) for worker, engine in engines.items()}
-    prompts = leaves(set().union(*(found for found, _ in caches.values())))
+    looked up, and what differs. `router`: where the router's metrics are, if they are not the frontend's. `block`: the cluster's block size."""
+    caches = {worker: prefixes(engine, block) for worker, engine in engines.items()}
+    prompts = leaves(set().union(*(found for found, _ in caches.values())), block)
     wrong = []
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         some = prompts[start : start + PROMPTS_AT_ONCE]
         for tokens, workers in zip(some, client.explain([[*tokens, ONE_MORE] for tokens in some])):
             for worker, (found, _) in caches.items():
-                held = max((end for end in range(TANDEM_BLOCK, len(tokens) + 1, TANDEM_BLOCK) if tokens[:end] in found), default=0)
-                known = workers[worker]["overlap_blocks"] * TANDEM_BLOCK
+                held = max((end for end in range(block, len(tokens) + 1, block) if tokens[:end] in found), default=0)
+                known = workers[worker]["overlap_blocks"] * block
                 if known != held:
                     wrong.append(f"{worker}: {known} of {len(tokens)} tokens are indexed, {held} are cached")
     indexed = {worker: int((router or client).metric("tandem_router_index_blocks", worker=worker)) for worker in caches}
@@ -99,13 +99,13 @@ def compare(client, engines, router=None):
     return sizes, len(prompts), wrong
 
 
-def index_equals_caches(client, engines, router=None):
+def index_equals_caches(client, engines, router=None, block=TANDEM_BLOCK):
     """Waits until the index equals the engines' caches; returns the blocks of each worker, and the number of prompts that were looked up."""
     differences = []
 
     def equal():
         nonlocal differences
-        sizes, prompts, differences = compare(client, engines, router)
+        sizes, prompts, differences = compare(client, engines, router, block)
         return not differences and ({worker: held for worker, (held, _) in sizes.items()}, prompts)
 
     try:
