@@ -189,12 +189,12 @@ def main():
     for name, what in (("tandem", "the binary"), ("model", "a .gguf file with SmolLM2's tokenizer"), ("engine", "the fake server")):
         parser.add_argument(f"--{name}", required=True, type=lambda path: str(pathlib.Path(path).resolve()), help=f"{what} (given by bench/front.sh)")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="rounds of every load (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="send a tenth of the requests, to try the script")
+    parser.add_argument("--quick", action="store_true", help="send a fifth of the requests, to try the script")
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/front.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and (arguments.quick or arguments.rounds < ROUNDS_MIN):
         parser.error(f"--write needs --rounds {ROUNDS_MIN} or more, and no --quick; without --write, --rounds must be 1 or more")
-    smaller = lambda load: Load(**{**vars(load), "count": max(load.count // 10, load.streams)})
+    smaller = lambda load: Load(**{**vars(load), "count": max(load.count // 5, load.streams)})
     arguments.loads = [smaller(load) if arguments.quick else load for load in LOADS]
     with tempfile.TemporaryDirectory() as path, contextlib.ExitStack() as running:
         folder = pathlib.Path(path)
