@@ -8,6 +8,7 @@
 import argparse
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -81,9 +82,15 @@ class EngineFailed(Exception):
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Returns a port below those that the system assigns, so that no connection takes it while its server restarts."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class Engine:
