@@ -94,9 +94,7 @@ impl Booking {
     }
 
     async fn send_prefill_finished(&mut self, cached_tokens: Option<u32>) {
-        if let Some(stream) = &self.stream {
-            stream.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
-        }
+        self.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
     }
 
     /// Books the request on another worker, because a gateway has sent it to this worker's engine. Does nothing if it is booked there.
@@ -132,19 +130,32 @@ impl Booking {
     }
 
     /// Ends the booking of a request whose answer is complete. The answer has this number of tokens, in all samples together.
-    pub(crate) async fn close(self, generated_tokens: u64) {
+    pub(crate) async fn close(mut self, generated_tokens: u64) {
+        self.answer_finished(generated_tokens).await;
+        self.end().await;
+    }
+
+    /// Reports the number of the complete answer's tokens, in all samples together.
+    pub(crate) async fn answer_finished(&mut self, generated_tokens: u64) {
+        self.send(Message::AnswerFinished(AnswerFinished { generated_tokens })).await;
+    }
+
+    /// Reports that a gateway could not get the request answered by its engine.
+    pub(crate) async fn engine_failed(&mut self) {
+        let (instance_id, reason) = (self.existing.decode_instance_id.clone(), FailureReason::EngineFailed.into());
+        self.send(Message::Failed(AttemptFailed { instance_id, reason, ..Default::default() })).await;
+    }
+
+    /// Ends the booking after the router has read what was reported.
+    pub(crate) async fn end(self) {
         if let Some(stream) = self.stream {
-            stream.send(Message::AnswerFinished(AnswerFinished { generated_tokens })).await;
             stream.close().await;
         }
     }
 
-    /// Ends the booking of a request that a gateway could not get answered by its engine.
-    pub(crate) async fn failed(self) {
-        if let Some(stream) = self.stream {
-            let (instance_id, reason) = (self.existing.decode_instance_id, FailureReason::EngineFailed.into());
-            stream.send(Message::Failed(AttemptFailed { instance_id, reason, ..Default::default() })).await;
-            stream.close().await;
+    async fn send(&mut self, message: Message) {
+        if let Some(stream) = &self.stream {
+            stream.send(message).await;
         }
     }
 

@@ -76,6 +76,8 @@ struct PlacedRequest {
     is_compared: bool,
     /// `None` once the answer is complete.
     booking: Option<Booking>,
+    /// The booking of a complete answer, until the router has read its last messages.
+    ended: Option<Booking>,
     status: StatusCode,
     has_begun: bool,
     /// The number of bytes of the answer that have not arrived; `None` if the answer's length is not known.
@@ -129,6 +131,7 @@ impl GatewayStream {
             placement,
             is_compared,
             booking: Some(booking),
+            ended: None,
             status: StatusCode::BAD_GATEWAY,
             has_begun: false,
             left: None,
@@ -226,10 +229,10 @@ impl GatewayStream {
                 Some(Request::RequestTrailers(_)) => self.send(answer(Response::RequestTrailers(TrailersResponse {}))).await?,
                 Some(Request::ResponseHeaders(HttpHeaders { headers, end_of_stream })) => {
                     running.begin(headers.as_ref()).await;
-                    self.send(answer(Response::ResponseHeaders(HeadersResponse::default()))).await?;
                     if end_of_stream {
                         running.finish().await;
                     }
+                    self.send(answer(Response::ResponseHeaders(HeadersResponse::default()))).await?;
                 }
                 Some(Request::ResponseBody(chunk)) => {
                     running.answered(&chunk.body).await;
@@ -245,6 +248,9 @@ impl GatewayStream {
                 }
                 Some(Request::RequestHeaders(_)) => return Err(Status::invalid_argument("a stream is for one request")),
                 None => unknown_message("Process"),
+            }
+            if let Some(booking) = running.ended.take() {
+                booking.end().await;
             }
         }
     }
@@ -285,10 +291,11 @@ impl PlacedRequest {
         self.status = choice::status(headers);
         self.left = choice::content_length(headers);
         if matches!(self.status, StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT)
-            && let Some(booking) = self.booking.take()
+            && let Some(mut booking) = self.booking.take()
         {
             self.incoming.admitted.finish(self.status);
-            booking.failed().await;
+            booking.engine_failed().await;
+            self.ended = Some(booking);
         }
     }
 
@@ -311,9 +318,10 @@ impl PlacedRequest {
         }
     }
 
-    /// Records the end of the answer with the usage that the engine has counted, and ends the booking.
+    /// Records the end of the answer with the usage that the engine has counted, and reports it to the router.
     async fn finish(&mut self) {
-        let Some(mut booking) = self.booking.take() else { return };
+        let Some(booking) = self.booking.take() else { return };
+        let booking = self.ended.insert(booking);
         self.incoming.admitted.finish(self.status);
         let Some(usage) = self.tail.usage().filter(|_| self.status.is_success()) else { return };
         if let Some(tokens) = usage.cached_tokens().filter(|_| self.is_compared) {
@@ -328,6 +336,6 @@ impl PlacedRequest {
             cached,
         };
         self.incoming.app.metrics.prompt_finished(&usage, &self.placement.decode.worker.worker_id);
-        booking.close(usage.completion_tokens.into()).await;
+        booking.answer_finished(usage.completion_tokens.into()).await;
     }
 }
