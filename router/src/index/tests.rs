@@ -208,9 +208,11 @@ impl PrefixIndex {
         for shard in &self.shards {
             let shard = shard.read();
             for (id, run, link) in shard.runs() {
-                assert!(run.len() <= run::RUN_BLOCKS && run.holders.blocks_max() == run.len() && link.followed <= run.len());
+                assert!(
+                    run.len() <= run::RUN_BLOCKS && run.holders.blocks_max() == run.len() && link.followed as usize <= run.len()
+                );
                 for (offset, hash) in run.hashes.iter().enumerate() {
-                    assert_eq!(blocks.insert(*hash, offset < link.followed), None, "each block is in one run");
+                    assert_eq!(blocks.insert(*hash, offset < link.followed as usize), None, "each block is in one run");
                 }
                 if let Some(before) = link.before {
                     followed.entry(before).or_default().runs += 1;
@@ -368,6 +370,34 @@ fn sets_of_workers_stay_small_while_workers_join_and_leave() {
     assert_eq!(index.view.read().visible.len(), 1);
     assert!(index.writer.lock().rows() <= 64);
     assert_eq!(index.overlap(&[SequenceHash(0)]), [1]);
+    index.check_invariants();
+}
+
+/// Prompts fork within a group of blocks, so runs begin within one. What both prompts share is remembered when the last of them is removed.
+#[test]
+fn removed_blocks_of_prompts_that_fork_within_a_group_are_remembered() {
+    let index = PrefixIndex::new(0);
+    let workers = [0; 2].map(|_| index.add_worker());
+    workers.iter().for_each(|worker| index.set_owner(*worker, worker.0 as u16 + 1));
+    let one: Vec<SequenceHash> = (0..30).map(SequenceHash).collect();
+    let other: Vec<SequenceHash> = (0..13).chain(100..117).map(SequenceHash).collect();
+    let stored = |prompt: &[SequenceHash]| Change::Stored(StoredChain { parent: None, sequence_hashes: prompt.to_vec() });
+    for (worker, prompt) in [(workers[0], &one), (workers[0], &other), (workers[1], &one)] {
+        assert_eq!(index.apply(worker, &stored(prompt)), Skipped::default());
+    }
+    let remove = |worker: usize, blocks: &[SequenceHash]| {
+        index.apply(workers[worker], &Change::Removed(blocks.iter().rev().copied().collect()));
+    };
+    let removed = |prompt: &[SequenceHash], cached| index.removed(prompt, cached).map(|prefix| (prefix.blocks, prefix.owner));
+    remove(0, &other[20..]);
+    remove(0, &other[13..20]);
+    remove(0, &one[9..]);
+    assert_eq!(removed(&other, 13), Some((30, 1)));
+    assert_eq!(removed(&one, 9), None, "the other worker has these blocks");
+    remove(1, &one);
+    assert_eq!(removed(&one, 9), Some((30, 2)));
+    remove(0, &one[..9]);
+    assert_eq!((removed(&one, 0), removed(&other, 0)), (Some((30, 2)), Some((30, 1))));
     index.check_invariants();
 }
 
