@@ -85,11 +85,19 @@ def problems_of(objects):
     [service] = [item["spec"] for item in objects if item["kind"] == "Service" and item["metadata"]["name"] == picker["name"]]
     [port] = [port for port in service["ports"] if port["port"] == picker["port"]["number"]]
     picker_labels, containers = selected(service["selector"])
-    listens = int(flags(containers["tandem"])["--listen"].rsplit(":", 1)[1])
-    expect("role in the picker's pods", containers["tandem"]["args"][0], "epp")
-    expect("the protocol of the picker's Service", port["appProtocol"], "kubernetes.io/h2c")
-    expect("the picker's container port", [port["containerPort"] for port in containers["tandem"]["ports"]][0], listens)
-    expect("the target port of the picker's Service", port["targetPort"], containers["tandem"]["ports"][0]["name"])
+    container = containers["tandem"]
+    listens, certificate = int(flags(container)["--listen"].rsplit(":", 1)[1]), flags(container).get("--tls-cert")
+    expect("role in the picker's pods", container["args"][0], "epp")
+    has_tls = certificate is not None or "--tls-self-signed" in container["args"]
+    expect("the protocol of the picker's Service", port["appProtocol"], "http2" if has_tls else "kubernetes.io/h2c")
+    if certificate is not None:
+        folders = [mount["mountPath"] for mount in container["volumeMounts"]]
+        expect("the folder of the picker's certificate is mounted", certificate.rsplit("/", 1)[0] in folders, True)
+    # Probes of gRPC cannot use TLS.
+    probes = [container[f"{name}Probe"]["httpGet"]["port"] for name in ("startup", "liveness", "readiness")]
+    expect("the ports of the picker's probes", probes, ["admin"] * 3)
+    expect("the picker's container port", [port["containerPort"] for port in container["ports"]][0], listens)
+    expect("the target port of the picker's Service", port["targetPort"], container["ports"][0]["name"])
 
     for route in [item["spec"] for item in objects if item["kind"] == "HTTPRoute"]:
         expect("backends of the HTTPRoute", [ref["name"] for rule in route["rules"] for ref in rule["backendRefs"]], [pool["metadata"]["name"]])

@@ -41,7 +41,7 @@ use http::{App, Origins, Trust};
 use keys::Keys;
 use models::Models;
 use std::{sync::Arc, time::Duration};
-pub use tandem_process::listen::{TlsFiles, TlsFilesError};
+pub use tandem_process::listen::{ServerCertificate, TlsFilesError};
 use tandem_process::{
     Metrics, Shutdown,
     discovery::DiscoveryError,
@@ -95,7 +95,7 @@ pub async fn run(
     let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);
     let proxies = settings.trusted_proxies.clone();
     let (keys, watch_keys) = settings.api_keys.take().map(|opened| Keys::new(opened, &metrics)).unzip();
-    let (tls, watch_tls) = settings.tls.take().map(|files| Tls::new(files, metrics::tls_outdated(&metrics))).unzip();
+    let (tls, watch_tls) = settings.tls.take().map(|own| Tls::new(own, listen::HTTP_1, metrics::tls_outdated(&metrics))).unzip();
     let origins = Origins::new(std::mem::take(&mut settings.cors_origins));
     let (drain_idle, shares_port) = (settings.drain_idle, settings.shares_port);
     let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone())?);
@@ -152,11 +152,11 @@ pub async fn run_picker(
     let (unread_max, hosts) = (settings.unread_max, std::mem::take(&mut settings.hosts));
     // A server that gets the request from the gateway identifies images otherwise than a renderer would here, so their hashes would never be found.
     settings.renderers.clear();
-    let network = listener.network().clone();
-    let app = Arc::new(App::new(settings, None, trust, routers.now(), network, &metrics, shutdown.clone())?);
+    let (tls, watch_tls) = settings.tls.take().map(|own| Tls::new(own, listen::HTTP_2, metrics::tls_outdated(&metrics))).unzip();
+    let app = Arc::new(App::new(settings, None, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone())?);
     let drain = Drain { begun: CancellationToken::new(), idle_max: Duration::ZERO };
     let picked = async {
-        let served = http::picker::serve(listener, Arc::clone(&app), shutdown.clone()).await;
+        let served = listen::serve_grpc(listener, tls, http::picker::routes(Arc::clone(&app)), shutdown.draining()).await;
         drain.begun.cancel();
         served
     };
@@ -166,6 +166,7 @@ pub async fn run_picker(
         (served, _) = async { tokio::join!(picked, OptionFuture::from(admin)) } => Ok(served?),
         () = shutdown.stopped() => Ok(()),
         never = app.watch_routers(routers) => match never {},
+        Some(never) = OptionFuture::from(watch_tls) => match never {},
     }
 }
 

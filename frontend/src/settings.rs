@@ -9,7 +9,7 @@ use std::{path::PathBuf, time::Duration};
 use tandem_process::{
     discovery::MemberSource,
     line_file::LineFile,
-    listen::{Hosts, TlsFiles},
+    listen::{Hosts, ServerCertificate},
     trace::Tracer,
 };
 use tandem_text::ServedModel;
@@ -49,9 +49,9 @@ pub struct FrontendSettings {
     /// the API does if it is on a loopback address or this list is not empty. This prevents DNS rebinding: a web page's name can resolve to
     /// any address, but the page cannot change the browser's `Host`.
     pub hosts: Hosts,
-    /// The certificate of the API's listener, which then accepts only TLS. `None`: the API is served over plain HTTP. The listener `admin`
-    /// has no TLS.
-    pub tls: Option<TlsFiles>,
+    /// The certificate of the listener of the API or of an endpoint picker, which then accepts only TLS. `None`: the listener is plain. The
+    /// listener `admin` has no TLS.
+    pub tls: Option<ServerCertificate>,
     /// The listener of `/metrics` and `/dashboard`. `None`: the API's listener serves them.
     pub admin: Option<TcpListener>,
     /// How long a request waits while no router answers, for example because the only one restarts. Requests that wait count as running, so

@@ -12,7 +12,7 @@ pub use ended::{has_ended, status_text};
 pub use guard::{Bearer, Channel, OnRefused};
 pub use network::{Arrivals, Dial, Listener, Network};
 pub use peer::{Peer, PeerRole};
-pub use tls::{ClusterTls, ClusterTlsError, TlsPem};
+pub use tls::{ClusterTls, ClusterTlsError, TlsPem, accepted};
 
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc, time::Duration};

@@ -160,7 +160,7 @@ const EPP_LISTEN_HELP: &str =
     "Address and port of gRPC, which the gateway calls. Let only the gateway reach it: callers are not authenticated";
 
 /// Settings of frontends that have no effect on an endpoint picker, because the gateway and the servers do these things.
-pub(crate) const OF_FRONTENDS_ONLY: [&str; 26] = [
+pub(crate) const OF_FRONTENDS_ONLY: [&str; 24] = [
     "api_keys_file",
     "audit_log",
     "audit_log_max_bytes",
@@ -184,8 +184,6 @@ pub(crate) const OF_FRONTENDS_ONLY: [&str; 26] = [
     "renderers",
     "resumes",
     "reuse_port",
-    "tls_cert",
-    "tls_key",
     "tool_call_parser",
 ];
 

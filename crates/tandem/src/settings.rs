@@ -35,7 +35,7 @@ pub use model::{EngineKind, ModelArgs};
 pub use parsers::{ForModel, ParserArgs};
 pub use passthrough::PassthroughArgs;
 pub use restart::RestartArgs;
-pub use roles::{EppProcess, FrontendProcess, PickerPorts, ProcessArgs, RouterProcess, UpSettings, WorkerProcess};
+pub use roles::{EppProcess, FrontendProcess, PickerArgs, PickerPorts, ProcessArgs, RouterProcess, UpSettings, WorkerProcess};
 pub use router::RouterArgs;
 pub use sim::SimArgs;
 pub use tandem_router::{PolicyKind, PrefillPlace};

@@ -7,7 +7,7 @@ use rustls::{
 };
 use serde_json::json;
 use std::{fs, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
-use tandem_frontend::{TlsFiles, TlsFilesError};
+use tandem_frontend::{ServerCertificate, TlsFilesError};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -39,8 +39,8 @@ impl Files {
         signed.cert.der().clone()
     }
 
-    fn open(&self) -> Result<TlsFiles, TlsFilesError> {
-        TlsFiles::open(self.path("cert.pem"), self.path("key.pem"))
+    fn open(&self) -> Result<ServerCertificate, TlsFilesError> {
+        ServerCertificate::open(self.path("cert.pem"), self.path("key.pem"))
     }
 
     async fn cluster(&self) -> Cluster {
@@ -134,7 +134,8 @@ fn unusable_certificate_is_refused_at_the_start() {
     let (files, _) = Files::new();
     files.open().expect("the files are valid");
     let (others, _) = Files::new();
-    let error = TlsFiles::open(files.path("cert.pem"), others.path("key.pem")).expect_err("the key is another certificate's");
+    let error =
+        ServerCertificate::open(files.path("cert.pem"), others.path("key.pem")).expect_err("the key is another certificate's");
     assert!(error.to_string().contains("cannot be used together"), "{error}");
     fs::write(files.path("cert.pem"), "").expect("the folder is writable");
     assert!(files.open().expect_err("the file is empty").to_string().contains("has no certificate in PEM format"));

@@ -167,7 +167,8 @@ impl Listener {
         match (self.arrivals, tls) {
             (Arrivals::Tcp(listener), None) => router.serve_with_incoming_shutdown(super::incoming(listener), ended).await,
             (Arrivals::Tcp(listener), Some(tls)) => {
-                let incoming = Box::pin(accepted(super::incoming(listener), tls, move || on_refused()));
+                let handshake = move |stream| tls.clone().admit(stream, on_refused.clone());
+                let incoming = Box::pin(accepted(super::incoming(listener), handshake));
                 router.serve_with_incoming_shutdown(incoming, ended).await
             }
             (Arrivals::Memory(arriving), _) => {

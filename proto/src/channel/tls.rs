@@ -3,7 +3,10 @@
 //! A certificate counts if the cluster's authority has signed it and its URI names the cluster and a role ([`Peer`]). Host names are not
 //! compared, because workers are dialled at any address. The current certificate is used for each new connection; open ones keep theirs.
 
-use super::peer::{Peer, PeerRole};
+use super::{
+    guard::OnRefused,
+    peer::{Peer, PeerRole},
+};
 use hyper_util::rt::TokioIo;
 use parking_lot::RwLock;
 use rustls::{
@@ -130,6 +133,15 @@ impl ClusterTls {
         let stream = in_time(TlsAcceptor::from(config).accept(stream)).await?;
         let peer = self.role(stream.get_ref().1.peer_certificates())?;
         Ok(TlsIo { stream: stream.into(), peer })
+    }
+
+    /// Returns the encrypted connection. Calls `on_refused` if it is refused.
+    pub(super) async fn admit(self, stream: TcpStream, on_refused: OnRefused) -> Option<TlsIo> {
+        let refused = |error: &io::Error| {
+            tracing::debug!(%error, "a connection was refused");
+            on_refused();
+        };
+        self.accept(stream).await.inspect_err(refused).ok()
     }
 
     async fn connect(self, address: String, expected: &[PeerRole]) -> io::Result<TlsIo> {
@@ -278,27 +290,22 @@ impl AsyncWrite for TlsIo {
     }
 }
 
-/// Returns the connections that arrive, once their handshakes are complete. Calls `on_refused` for each that is refused.
-pub(super) fn accepted(
+/// Returns the connections that arrive, once their handshakes are complete. The handshakes do not wait for each other. A connection whose
+/// handshake returns `None` is left out.
+pub fn accepted<Io: Send + 'static, H: Future<Output = Option<Io>> + Send + 'static>(
     arriving: impl Stream<Item = io::Result<TcpStream>> + Unpin,
-    tls: ClusterTls,
-    on_refused: impl Fn(),
-) -> impl Stream<Item = io::Result<TlsIo>> {
-    let state = (arriving, JoinSet::new(), tls, on_refused);
-    futures::stream::unfold(state, async |(mut arriving, mut handshakes, tls, on_refused)| {
+    handshake: impl Fn(TcpStream) -> H,
+) -> impl Stream<Item = io::Result<Io>> {
+    let state = (arriving, JoinSet::new(), handshake);
+    futures::stream::unfold(state, async |(mut arriving, mut handshakes, handshake)| {
         loop {
             tokio::select! {
-                Some(done) = handshakes.join_next() => match done {
-                    Ok(Ok(stream)) => return Some((Ok(stream), (arriving, handshakes, tls, on_refused))),
-                    Ok(Err(error)) => {
-                        tracing::debug!(%error, "a connection was refused");
-                        on_refused();
-                    }
-                    Err(_) => {}
+                Some(done) = handshakes.join_next() => if let Ok(Some(io)) = done {
+                    return Some((Ok(io), (arriving, handshakes, handshake)));
                 },
                 next = arriving.next(), if handshakes.len() < HANDSHAKES_MAX => match next {
-                    Some(Ok(stream)) => drop(handshakes.spawn(tls.clone().accept(stream))),
-                    Some(Err(error)) => return Some((Err(error), (arriving, handshakes, tls, on_refused))),
+                    Some(Ok(stream)) => drop(handshakes.spawn(handshake(stream))),
+                    Some(Err(error)) => return Some((Err(error), (arriving, handshakes, handshake))),
                     None => return None,
                 },
             }

@@ -2,7 +2,10 @@
 //! sets; without it, the test is skipped.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a skipped test must be visible, and figures are for the reader")]
 
-use crate::rig::{Gateway, LIMIT, until};
+use crate::{
+    encrypted::self_signed,
+    rig::{Gateway, LIMIT, until},
+};
 use anyhow::{Context, Result, ensure};
 use reqwest::{Client, Response, StatusCode};
 use serde_json::{Value, json};
@@ -33,7 +36,8 @@ impl Drop for Envoy {
 }
 
 impl Envoy {
-    async fn start(program: &str, picker: u16) -> Result<Self> {
+    /// Starts Envoy with the configuration in deploy/gateway, and these further settings of the picker's cluster.
+    async fn start(program: &str, picker: u16, further: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let mut ports = [0; 2];
         for port in &mut ports {
@@ -42,6 +46,8 @@ impl Envoy {
         let config = fs::read_to_string(root().join("deploy/gateway/envoy.yaml"))?;
         let config = config.replace("port_value: 8080", &format!("port_value: {}", ports[0]));
         let config = config.replace("port_value: 9002", &format!("port_value: {picker}"));
+        let (before, after) = config.split_once("      load_assignment:").context("the picker's cluster")?;
+        let config = format!("{before}{further}      load_assignment:{after}");
         // The second listener has neither the picker nor the filter that removes the client's header.
         let (start, end) =
             (config.find("    - name: clients").context("the listener")?, config.find("  clusters:").context("the end")?);
@@ -202,14 +208,38 @@ async fn leave_answers(gateway: &Gateway, envoy: &Envoy, client: &Client) -> Res
     Ok(())
 }
 
+/// Returns the path of Envoy. Without one, prints that the test is skipped.
+fn program() -> Option<String> {
+    let program = std::env::var("TANDEM_ENVOY").ok();
+    if program.is_none() {
+        eprintln!("SKIPPED: needs Envoy; ci/epp.sh installs it and runs this test");
+    }
+    program
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn envoy_asks_a_picker_over_tls() -> Result<()> {
+    const TLS: &str = "      transport_socket:
+        name: envoy.transport_sockets.tls
+        typed_config: { '@type': type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext }\n";
+    let Some(program) = program() else { return Ok(()) };
+    let gateway = Gateway::with(1, FakeSettings::default(), self_signed).await?;
+    let (port, client) = (gateway.cluster.frontend.port(), Client::new());
+    let body = || json!({ "model": "fake", "prompt": "a", "max_tokens": 4 }).to_string();
+    for (further, answers) in [(TLS, true), ("", false)] {
+        let envoy = Envoy::start(&program, port, further).await?;
+        let status = envoy.post(&client, body()).await?.status();
+        assert_eq!(status == StatusCode::OK, answers, "{status} with {further}");
+    }
+    gateway.cluster.stop().await;
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn envoy_sends_each_request_to_the_server_that_the_picker_chooses() -> Result<()> {
-    let Ok(program) = std::env::var("TANDEM_ENVOY") else {
-        eprintln!("SKIPPED: needs Envoy; ci/epp.sh installs it and runs this test");
-        return Ok(());
-    };
+    let Some(program) = program() else { return Ok(()) };
     let gateway = Gateway::with(2, FakeSettings::default(), |_| {}).await?;
-    let envoy = Envoy::start(&program, gateway.cluster.frontend.port()).await?;
+    let envoy = Envoy::start(&program, gateway.cluster.frontend.port(), "").await?;
     let client = Client::new();
     let documents = Documents { gateway: &gateway, envoy: &envoy, client: &client };
     let mut places = Vec::new();

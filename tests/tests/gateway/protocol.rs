@@ -39,7 +39,7 @@ async fn endpoint_is_in_the_header_and_in_the_metadata_with_the_same_value() -> 
 #[tokio::test(flavor = "multi_thread")]
 async fn further_endpoints_follow_the_chosen_one_if_the_operator_allows_them() -> Result<()> {
     let gateway = with(3, |settings| {
-        settings.picker.iter_mut().for_each(|picker| picker.alternatives = 1);
+        settings.picker.iter_mut().for_each(|picker| picker.args.fallback_endpoints = 1);
     })
     .await?;
     let (_, picked) = gateway.request("/v1/completions", &[], &body("a")).await?;
@@ -53,7 +53,7 @@ async fn further_endpoints_follow_the_chosen_one_if_the_operator_allows_them() -
 #[tokio::test(flavor = "multi_thread")]
 async fn only_endpoints_of_the_subset_are_chosen_and_without_one_the_answer_is_503() -> Result<()> {
     let gateway = with(3, |settings| {
-        settings.picker.iter_mut().for_each(|picker| picker.alternatives = 8);
+        settings.picker.iter_mut().for_each(|picker| picker.args.fallback_endpoints = 8);
     })
     .await?;
     let all: Vec<String> = (0..3).map(|engine| gateway.endpoint(engine)).collect();
@@ -131,7 +131,7 @@ async fn answer_is_503_while_no_endpoint_is_ready() -> Result<()> {
     assert!(headers.iter().any(|(name, _)| name == "retry-after") && !headers.iter().any(|(name, _)| name == "content-length"));
     assert!(exchange.next().await?.is_none(), "nothing follows a refusal");
     let health = |service: &str| HealthCheckRequest { service: service.to_owned() };
-    let mut client = HealthClient::new(gateway.channel().await?);
+    let mut client = HealthClient::new(gateway.channel.clone());
     for (service, status) in [("liveness", ServingStatus::Serving), ("readiness", ServingStatus::NotServing)] {
         assert_eq!(client.check(health(service)).await?.into_inner().status(), status, "{service}");
     }
@@ -160,7 +160,7 @@ async fn request_that_is_shed_gets_429() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn request_is_booked_where_the_gateway_says_it_was_served() -> Result<()> {
     let gateway = with(2, |settings| {
-        settings.picker.iter_mut().for_each(|picker| picker.alternatives = 1);
+        settings.picker.iter_mut().for_each(|picker| picker.args.fallback_endpoints = 1);
     })
     .await?;
     let (mut exchange, picked) = gateway.request("/v1/completions", &[], &body("a")).await?;
@@ -179,7 +179,7 @@ async fn request_is_booked_where_the_gateway_says_it_was_served() -> Result<()> 
 #[tokio::test(flavor = "multi_thread")]
 async fn booking_moves_once_although_the_gateway_reports_the_endpoint_with_each_chunk() -> Result<()> {
     let gateway = with(2, |settings| {
-        settings.picker.iter_mut().for_each(|picker| picker.alternatives = 1);
+        settings.picker.iter_mut().for_each(|picker| picker.args.fallback_endpoints = 1);
     })
     .await?;
     let (mut exchange, picked) = gateway.request("/v1/completions", &[], &body("a")).await?;
@@ -208,7 +208,7 @@ async fn booking_moves_once_although_the_gateway_reports_the_endpoint_with_each_
 #[tokio::test(flavor = "multi_thread")]
 async fn health_is_known_for_its_three_names() -> Result<()> {
     let gateway = Gateway::start(1).await?;
-    let mut client = HealthClient::new(gateway.channel().await?);
+    let mut client = HealthClient::new(gateway.channel.clone());
     for service in ["", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"] {
         let health = client.check(HealthCheckRequest { service: service.to_owned() }).await?.into_inner();
         assert_eq!(health.status(), ServingStatus::Serving, "{service}");

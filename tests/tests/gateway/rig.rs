@@ -1,5 +1,6 @@
 //! A gateway as Envoy is one, with an endpoint picker and fake vLLM servers.
 
+use crate::encrypted;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use std::{net::SocketAddr, time::Duration};
@@ -20,7 +21,10 @@ use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, tokenizer};
 use tempfile::TempDir;
 use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Status, Streaming, transport::Channel};
+use tonic::{
+    Status, Streaming,
+    transport::{Channel, Endpoint},
+};
 
 /// Time limit of every wait. Only a failing test waits this long.
 pub const LIMIT: Duration = Duration::from_secs(30);
@@ -33,8 +37,8 @@ pub const DESTINATION: &str = "x-gateway-destination-endpoint";
 pub struct Gateway {
     pub engines: Vec<FakeVllm>,
     pub cluster: Cluster,
-    picker: ExternalProcessorClient<Channel>,
-    folder: TempDir,
+    pub channel: Channel,
+    pub folder: TempDir,
     change: fn(&mut UpSettings),
 }
 
@@ -82,8 +86,8 @@ impl Gateway {
         for _ in 0..engines {
             all.push(FakeVllm::start(FakeSettings { root: Some(folder.path().to_owned()), ..fake.clone() }).await?);
         }
-        let (cluster, picker) = start(&all, &folder, ([127, 0, 0, 1], 0).into(), change).await?;
-        Ok(Self { engines: all, cluster, picker, folder, change })
+        let (cluster, channel) = start(&all, &folder, ([127, 0, 0, 1], 0).into(), change).await?;
+        Ok(Self { engines: all, cluster, channel, folder, change })
     }
 
     /// Ends the picker and starts it again at the same address. The servers keep running.
@@ -91,12 +95,8 @@ impl Gateway {
         let Self { engines, cluster, folder, change, .. } = self;
         let address = cluster.frontend;
         cluster.stop().await;
-        let (cluster, picker) = start(&engines, &folder, address, change).await?;
-        Ok(Self { engines, cluster, picker, folder, change })
-    }
-
-    pub async fn channel(&self) -> Result<Channel> {
-        Ok(Channel::from_shared(format!("http://{}", self.cluster.frontend))?.connect().await?)
+        let (cluster, channel) = start(&engines, &folder, address, change).await?;
+        Ok(Self { engines, cluster, channel, folder, change })
     }
 
     /// Opens a stream and sends messages.
@@ -105,7 +105,8 @@ impl Gateway {
         for message in messages {
             sender.send(message).await?;
         }
-        let answers = self.picker.clone().process(ReceiverStream::new(receiver)).await?.into_inner();
+        let answers =
+            ExternalProcessorClient::new(self.channel.clone()).process(ReceiverStream::new(receiver)).await?.into_inner();
         Ok(Exchange { messages: sender, answers })
     }
 
@@ -181,18 +182,25 @@ async fn start(
     folder: &TempDir,
     address: SocketAddr,
     change: fn(&mut UpSettings),
-) -> Result<(Cluster, ExternalProcessorClient<Channel>)> {
+) -> Result<(Cluster, Channel)> {
     let mut settings = UpSettings::defaults();
     settings.model.engine = EngineKind::Vllm;
     settings.common.listen = address;
     settings.common.key.cluster_key_file = Some(folder.path().join("key"));
     settings.worker.external.engine_url = engines.iter().map(FakeVllm::url).collect();
     settings.frontend.limits.max_body_bytes = Some(10 << 20);
-    settings.picker = Some(PickerPorts { alternatives: 0, admin_listen: None });
+    settings.picker = Some(PickerPorts::default());
     change(&mut settings);
+    let has_tls =
+        settings.picker.is_some_and(|picker| picker.args.tls_self_signed) || settings.frontend.tenants.tls_cert.is_some();
     let cluster = Cluster::start(settings).await?;
-    let picker = ExternalProcessorClient::connect(format!("http://{}", cluster.frontend)).await?;
-    Ok((cluster, picker))
+    let endpoint = Endpoint::from_shared(format!("http://{}", cluster.frontend))?;
+    let channel = if has_tls {
+        endpoint.connect_with_connector(encrypted::Dialer(cluster.frontend)).await?
+    } else {
+        endpoint.connect().await?
+    };
+    Ok((cluster, channel))
 }
 
 pub async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {

@@ -13,7 +13,7 @@ mod tls;
 pub use hosts::Hosts;
 pub use limits::{ClientNetwork, ConnectionLimits, ConnectionMetrics, PeerAddress, contains};
 pub use timed::Drain;
-pub use tls::{Tls, TlsFiles, TlsFilesError};
+pub use tls::{HTTP_1, HTTP_2, ServerCertificate, Tls, TlsFilesError, serve_grpc};
 
 use axum::{
     Router,
@@ -145,8 +145,9 @@ struct Serving {
 
 impl Serving {
     async fn run_encrypted(self, tls: Tls, io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) {
-        if let Some(io) = tls.accept(io).await {
-            self.run(io).await;
+        match tls.accept(io).await {
+            Ok(io) => self.run(io).await,
+            Err(error) => tracing::debug!(%error, "a client's TLS handshake failed"),
         }
     }
 

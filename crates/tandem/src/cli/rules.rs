@@ -16,6 +16,7 @@ const ALTERNATIVES: &[&[&str]] = &[
     &["nats-password", "nats-password-file"],
     &["hf-token", "hf-token-file"],
     &["account-header", "api-keys-file"],
+    &["tls-cert", "tls-self-signed"],
 ];
 
 /// Pairs of groups: each setting of the first group needs at least one setting of the second.
@@ -45,7 +46,7 @@ const SETTINGS_OF_OTHERS: &[&str] = &["prefill-engine-url", "engine-events-repla
 
 /// Settings of a frontend that an endpoint picker does not have.
 const SETTINGS_OF_FRONTENDS: &[&str] =
-    &["api-keys-file", "audit-log", "cors-origin", "tls-cert", "tool-call-parser", "reasoning-parser", "passthrough"];
+    &["api-keys-file", "audit-log", "cors-origin", "tool-call-parser", "reasoning-parser", "passthrough"];
 
 /// Settings of an endpoint picker whose router and workers are other processes.
 const SETTINGS_OF_PICKERS_ALONE: &[&str] = &["router", "etcd", "advertise", "cluster-cert", "cluster-cert-key", "cluster-ca"];

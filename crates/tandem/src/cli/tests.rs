@@ -1,7 +1,7 @@
 //! Tests of the layers of settings, of printing them, and of refusals.
 
 use super::*;
-use crate::settings::{EngineKind, PolicyKind};
+use crate::settings::{EngineKind, PickerArgs, PolicyKind};
 use clap::{CommandFactory, ValueEnum};
 use std::{ffi::OsString, io::Write};
 use tandem_process::discovery::{MemberSource, Role as Member};
@@ -242,6 +242,11 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         (&["epp", "--engine-url", "http://1.2.3.4:1", "--router", "r:1"], "--router cannot be used with --engine-url"),
         (&["epp", "--engine-url", "http://1.2.3.4:1", "--etcd", "e:1"], "--etcd cannot be used with --engine-url"),
         (&["epp", "--model", "hf:a/b", "--policy", "least_loaded"], "--policy needs --engine-url"),
+        (&["epp", "--model", "hf:a/b", "--tls-cert", "c"], "--tls-cert needs --tls-key"),
+        (
+            &["epp", "--model", "hf:a/b", "--tls-self-signed", "--tls-cert", "c", "--tls-key", "k"],
+            "--tls-cert cannot be used with --tls-self-signed",
+        ),
         (&["up", "--engine", "vllm", "--engine-url", "http://e:1", "--observe", "1.2.3.4:1"], "--observe is for decode workers"),
         (&["decode-worker", "--observe", "1.2.3.4:1"], "only vLLM servers can be observed"),
         (&["up", "--engine", "sglang"], "--engine sglang needs --engine-url with the URL of a SGLang server"),
@@ -484,9 +489,10 @@ fn endpoint_picker_has_workers_of_its_own_only_if_engines_are_named() {
     let own = epp(&own).with_workers();
     assert_eq!(own.worker.external.engine_url.len(), 2);
     assert_eq!((own.model.engine, own.common.listen.port()), (EngineKind::Vllm, 9002));
-    assert_eq!(own.picker.map(|picker| (picker.alternatives, picker.admin_listen.map(|at| at.port()))), Some((2, Some(9300))));
+    let picker = own.picker.expect("an endpoint picker runs");
+    assert_eq!((picker.args.fallback_endpoints, picker.admin_listen.map(|at| at.port())), (2, Some(9300)));
     assert_eq!(own.frontend.limits.max_body_bytes, Some(10 << 20));
     let alone = epp(&["--model", "hf:a/b", "--router", "r:1", "--max-body-bytes", "100"]).alone();
-    assert_eq!((alone.alternatives, alone.frontend.limits.max_body_bytes), (Some(0), Some(100)));
+    assert_eq!((alone.picker, alone.frontend.limits.max_body_bytes), (Some(PickerArgs::default()), Some(100)));
     assert_eq!(alone.routers(), MemberSource::List(vec!["r:1".to_owned()]));
 }

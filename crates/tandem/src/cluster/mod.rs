@@ -162,7 +162,7 @@ impl Cluster {
         };
         let mut parts = ClusterParts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
-        parts.open_access_files(&settings.frontend)?;
+        parts.open_access_files(&settings.frontend, settings.picker.map(|picker| picker.args))?;
         let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend);
         let picker = settings.picker;
         let admin = picker.and_then(|picker| picker.admin_listen).map(|address| bind(address, "--admin-listen", false));
@@ -191,7 +191,7 @@ impl Cluster {
         let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), settings.model.max_concurrent_requests);
         own.models.extend(extra);
         own.renderers = Some(own.renderers).filter(|own| !own.is_empty()).unwrap_or(renderers);
-        own.alternatives = picker.map(|picker| picker.alternatives);
+        own.alternatives = picker.map(|picker| picker.args.fallback_endpoints);
         let admin_address = admin.as_ref().map(local_address).transpose()?;
         for answers in starting {
             answers.end().await;

@@ -1,12 +1,14 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{EngineConfig, StartError, reachable};
-use crate::settings::{ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
+use crate::settings::{
+    ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, PickerArgs, RouterArgs, TelemetryArgs, WorkerArgs,
+};
 use futures::FutureExt;
 use std::{convert::Infallible, fs, future::Future, net::SocketAddr, os::fd::AsFd, path::Path, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
-use tandem_frontend::{ApiKeys, FrontendError, FrontendSettings, Passthrough, StartingAnswers, TlsFiles};
+use tandem_frontend::{ApiKeys, FrontendError, FrontendSettings, Passthrough, ServerCertificate, StartingAnswers};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_process::{
     Metrics, Shutdown,
@@ -60,7 +62,7 @@ pub(super) struct ClusterParts {
 /// The opened files of a frontend: TLS certificate, API keys and audit log; and the servers to which it passes requests through.
 #[derive(Default)]
 struct AccessFiles {
-    tls: Option<TlsFiles>,
+    tls: Option<ServerCertificate>,
     keys: Option<ApiKeys>,
     audit_log: Option<LineFile>,
     passthrough: Passthrough,
@@ -141,13 +143,15 @@ impl ClusterParts {
 
     /// Opens the TLS certificate, the file with the API keys, the audit log and the certificates of other servers for the frontend that is
     /// started after this call.
-    pub(super) fn open_access_files(&mut self, settings: &FrontendArgs) -> Result<(), StartError> {
+    pub(super) fn open_access_files(&mut self, settings: &FrontendArgs, picker: Option<PickerArgs>) -> Result<(), StartError> {
         let FrontendArgs { passthrough, tenants: settings, .. } = settings;
         let ca = passthrough.passthrough_ca.as_ref().map(|path| read_ca(path, "--passthrough-ca")).transpose()?;
         let key = passthrough.passthrough_key_file.clone();
         self.access.passthrough = Passthrough::new(passthrough.servers(), key, ca.as_deref(), &self.metrics)?;
-        let tls = settings.tls_cert.clone().zip(settings.tls_key.clone());
-        self.access.tls = tls.map(|(certificate, key)| TlsFiles::open(certificate, key)).transpose()?;
+        self.access.tls = match settings.tls_cert.clone().zip(settings.tls_key.clone()) {
+            Some((certificate, key)) => Some(ServerCertificate::open(certificate, key)?),
+            None => picker.is_some_and(|picker| picker.tls_self_signed).then(ServerCertificate::self_signed),
+        };
         self.access.keys = settings.api_keys_file.clone().map(ApiKeys::open).transpose()?;
         if let Some(path) = &settings.audit_log {
             let opened = LineFile::open_rotated(path, "audit log", settings.audit_log_max_bytes);
@@ -165,7 +169,7 @@ impl ClusterParts {
         hosts: &Hosts,
         process: &Shutdown,
     ) -> Result<Vec<StartingAnswers>, StartError> {
-        let tls = self.access.tls.as_ref().map(TlsFiles::acceptor);
+        let tls = self.access.tls.as_ref().map(ServerCertificate::acceptor);
         let sockets = std::iter::once((listener, tls)).chain(admin.map(|admin| (admin, None)));
         let begin = |(socket, tls): (&TcpListener, _)| {
             let copy = socket.as_fd().try_clone_to_owned().and_then(|copy| TcpListener::from_std(copy.into()));

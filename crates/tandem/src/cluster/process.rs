@@ -52,11 +52,11 @@ impl Process {
     /// # Errors
     /// Fails if a socket cannot be bound, if the model cannot be loaded, or if a file of the settings cannot be used.
     pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
-        let is_picker = settings.alternatives.is_some();
+        let is_picker = settings.picker.is_some();
         let service = if is_picker { "tandem-epp" } else { "tandem-frontend" };
         let mut process = Self::new(service, &settings.discovery.cluster, &settings.common)?;
         process.parts.open_cluster_tls(&settings.cluster_tls, PeerRole::Frontend)?;
-        process.parts.open_access_files(&settings.frontend)?;
+        process.parts.open_access_files(&settings.frontend, settings.picker)?;
         let shared = settings.restart.reuse_port;
         let bind = || -> Result<_, StartError> {
             let admin = settings.admin_listen.map(|address| bind(address, "--admin-listen", shared)).transpose()?;
@@ -95,7 +95,7 @@ impl Process {
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let mut frontend = settings.frontend.settings(served, &settings.restart, settings.model.max_concurrent_requests);
         frontend.models.extend(extra);
-        frontend.alternatives = settings.alternatives;
+        frontend.alternatives = settings.picker.map(|picker| picker.fallback_endpoints);
         for answers in starting.into_iter().flatten() {
             answers.end().await;
         }

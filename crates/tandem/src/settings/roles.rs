@@ -67,13 +67,29 @@ pub struct UpSettings {
     pub picker: Option<PickerPorts>,
 }
 
-/// What an endpoint picker has besides a frontend's settings.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// What an endpoint picker with its own router and workers has besides the settings of `tandem up`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PickerPorts {
-    /// The maximum number of further endpoints that it names to the gateway.
-    pub alternatives: u32,
+    /// Its own settings.
+    pub args: PickerArgs,
     /// The address of its admin port.
     pub admin_listen: Option<SocketAddr>,
+}
+
+/// The settings that only endpoint pickers have.
+#[derive(Args, Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[command(next_help_heading = "Gateway")]
+#[serde(rename_all = "kebab-case")]
+pub struct PickerArgs {
+    /// How many servers to name besides the chosen one, for a gateway that tries them in order when it cannot reach the first. The default names
+    /// none, because Envoy's ORIGINAL_DST clusters do not understand a list
+    #[arg(long, env = "TANDEM_FALLBACK_ENDPOINTS", value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=8))]
+    pub fallback_endpoints: u32,
+
+    /// Serve --listen with TLS and a certificate that this process makes at its start, for gateways that use TLS and do not check the certificate.
+    /// For those that check it, set --tls-cert
+    #[arg(long, env = "TANDEM_TLS_SELF_SIGNED")]
+    pub tls_self_signed: bool,
 }
 
 /// The settings of `tandem epp`.
@@ -95,10 +111,9 @@ pub struct EppProcess {
     #[serde(flatten)]
     pub router: RouterArgs,
 
-    /// How many servers to name besides the chosen one, for a gateway that tries them in order when it cannot reach the first. The default names
-    /// none, because Envoy's ORIGINAL_DST clusters do not understand a list
-    #[arg(long, env = "TANDEM_FALLBACK_ENDPOINTS", help_heading = "Gateway", value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=8))]
-    pub fallback_endpoints: u32,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub picker: PickerArgs,
 }
 
 /// The settings of `tandem frontend`.
@@ -135,10 +150,10 @@ pub struct FrontendProcess {
     #[serde(flatten)]
     pub frontend: FrontendArgs,
 
-    /// Set for an endpoint picker: see [`PickerPorts::alternatives`].
+    /// Set for an endpoint picker.
     #[arg(skip)]
     #[serde(skip)]
-    pub alternatives: Option<u32>,
+    pub picker: Option<PickerArgs>,
 }
 
 /// The settings of `tandem router`.
@@ -235,13 +250,13 @@ impl EppProcess {
     /// Returns the settings of an endpoint picker whose router and workers are other processes.
     pub fn alone(mut self) -> FrontendProcess {
         self.frontend.frontend.limits.max_body_bytes.get_or_insert(Self::BODY_BYTES_MAX);
-        FrontendProcess { alternatives: Some(self.fallback_endpoints), ..self.frontend }
+        FrontendProcess { picker: Some(self.picker), ..self.frontend }
     }
 
     /// Returns the settings of an endpoint picker with a router, and a worker for each server in `--engine-url`, in its process.
     pub fn with_workers(self) -> UpSettings {
         let (external, router) = (self.external.clone(), self.router.clone());
-        let (trust_engine_model, fallback_endpoints) = (self.trust_engine_model, self.fallback_endpoints);
+        let (trust_engine_model, args) = (self.trust_engine_model, self.picker);
         let FrontendProcess { common, model, admin_listen, frontend, .. } = self.alone();
         let defaults = UpSettings::defaults();
         UpSettings {
@@ -251,7 +266,7 @@ impl EppProcess {
             worker: WorkerArgs { external, ..defaults.worker },
             router,
             frontend,
-            picker: Some(PickerPorts { alternatives: fallback_endpoints, admin_listen }),
+            picker: Some(PickerPorts { args, admin_listen }),
             ..defaults
         }
     }

@@ -11,8 +11,8 @@ use tandem_frontend::{CacheIsolation, ExposeDetails, HeaderName, IpNet};
 #[command(next_help_heading = "Tenants")]
 #[serde(rename_all = "kebab-case")]
 pub struct TenantArgs {
-    /// File with the TLS certificate of --listen and its chain, in PEM format. The API is then served over https only; --admin-listen stays
-    /// plain. The file is read again when it changes [default: none; the API is served over plain HTTP]
+    /// File with the TLS certificate of --listen and its chain, in PEM format. --listen then accepts TLS only; --admin-listen stays plain. The
+    /// file is read again when it changes [default: none; --listen has no TLS]
     #[arg(long, env = "TANDEM_TLS_CERT", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 

@@ -38,6 +38,11 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- get (dict "frontend" "9300" "epp" "9300" "router" "9000" "prefill" "9100" "decode" "9200") . -}}
 {{- end }}
 
+{{/* The Secret with the TLS certificate of the port for clients, or for gateways. dict root, component */}}
+{{- define "tandem.tlsSecret" -}}
+{{- get (dict "frontend" .root.Values.frontend.tlsSecret "epp" .root.Values.epp.tls.secretName) .component -}}
+{{- end }}
+
 {{/* The name that a role has in `tandem ROLE`, and in its certificate. */}}
 {{- define "tandem.role" -}}
 {{- get (dict "prefill" "prefill-worker" "decode" "decode-worker") . | default . -}}
@@ -194,7 +199,10 @@ capabilities: { drop: [ALL] }
 {{- end -}}
 {{- end -}}
 {{- if or $v.frontend.apiKeysSecret.name $v.frontend.tlsSecret $v.frontend.autoscaling.enabled -}}
-{{- fail "frontend.apiKeysSecret, frontend.tlsSecret and frontend.autoscaling have no effect with epp.enabled: the gateway has the keys and TLS, and epp.autoscaling adds pickers" -}}
+{{- fail "frontend.apiKeysSecret, frontend.tlsSecret and frontend.autoscaling have no effect with epp.enabled: the gateway has the keys of clients, epp.tls the certificate of pickers, and epp.autoscaling adds pickers" -}}
+{{- end -}}
+{{- if ne (eq $v.epp.tls.source "secret") (ne $v.epp.tls.secretName "") -}}
+{{- fail "epp.tls.source secret needs epp.tls.secretName, the name of a Secret of the type kubernetes.io/tls; other sources have none" -}}
 {{- end -}}
 {{- if and $v.epp.httpRoute.enabled (not $v.epp.httpRoute.parentRefs) -}}
 {{- fail "epp.httpRoute.enabled needs epp.httpRoute.parentRefs, such as [{name: GATEWAY, namespace: NAMESPACE}]" -}}
@@ -219,7 +227,7 @@ capabilities: { drop: [ALL] }
 {{- end -}}
 {{- end -}}
 {{- range $role := list "frontend" "epp" "router" "prefill" "decode" -}}
-{{- range $flag := list "cluster" "cluster-key-file" "listen" "admin-listen" "advertise" "grace-period" "engine" "engine-url" "observe" "model" "served-model-name" "offline" "cluster-cert" "cluster-cert-key" "cluster-ca" "workers" "workers-file" "router" "peers" "etcd" "nats" "worker-id" "api-keys-file" "tls-cert" "tls-key" -}}
+{{- range $flag := list "cluster" "cluster-key-file" "listen" "admin-listen" "advertise" "grace-period" "engine" "engine-url" "observe" "model" "served-model-name" "offline" "cluster-cert" "cluster-cert-key" "cluster-ca" "workers" "workers-file" "router" "peers" "etcd" "nats" "worker-id" "api-keys-file" "tls-cert" "tls-key" "tls-self-signed" -}}
 {{- if or (hasKey (get $v $role).flags $flag) (hasKey $v.flags $flag) -}}
 {{- fail (printf "the chart itself sets --%s; remove it from flags and use the chart's values" $flag) -}}
 {{- end -}}

@@ -29,14 +29,14 @@
 {{- else if $isEntry }}
 - --router={{ include "tandem.addresses" (dict "root" $root "component" "router" "count" $v.router.replicas) | trim | replace "\n" "," }}
 {{- end }}
-{{- if eq $component "frontend" }}
-{{- if $c.apiKeysSecret.name }}
+{{- if and (eq $component "frontend") $c.apiKeysSecret.name }}
 - --api-keys-file=/run/secrets/api-keys/{{ $c.apiKeysSecret.key }}
 {{- end }}
-{{- if $c.tlsSecret }}
+{{- if include "tandem.tlsSecret" . }}
 - --tls-cert=/run/secrets/tls/tls.crt
 - --tls-key=/run/secrets/tls/tls.key
-{{- end }}
+{{- else if and (eq $component "epp") (eq $v.epp.tls.source "self-signed") }}
+- --tls-self-signed
 {{- end }}
 {{- if and $v.nats.enabled (not $isEntry) }}
 {{- include "tandem.connection" (dict "root" $root "component" "nats" "servers" $v.nats.servers "settings" $v.nats) }}
@@ -103,13 +103,11 @@
 {{- if and (eq .component "router") (eq $v.discovery "static") }}
 - { name: workers, mountPath: /etc/tandem, readOnly: true }
 {{- end }}
-{{- if eq .component "frontend" }}
-{{- if $v.frontend.apiKeysSecret.name }}
+{{- if and (eq .component "frontend") $v.frontend.apiKeysSecret.name }}
 - { name: api-keys, mountPath: /run/secrets/api-keys, readOnly: true }
 {{- end }}
-{{- if $v.frontend.tlsSecret }}
+{{- if include "tandem.tlsSecret" . }}
 - { name: tls, mountPath: /run/secrets/tls, readOnly: true }
-{{- end }}
 {{- end }}
 {{- if eq (include "tandem.hasServer" .) "yes" }}
 - { name: {{ $v.engine }}, mountPath: /run/{{ $v.engine }} }
@@ -154,13 +152,11 @@
 {{- if and (eq .component "router") (eq $v.discovery "static") }}
 - { name: workers, configMap: { name: {{ include "tandem.fullname" .root }}-workers } }
 {{- end }}
-{{- if eq .component "frontend" }}
-{{- with $v.frontend.apiKeysSecret.name }}
-- { name: api-keys, secret: { secretName: {{ . }}, defaultMode: 0440 } }
+{{- if and (eq .component "frontend") $v.frontend.apiKeysSecret.name }}
+- { name: api-keys, secret: { secretName: {{ $v.frontend.apiKeysSecret.name }}, defaultMode: 0440 } }
 {{- end }}
-{{- with $v.frontend.tlsSecret }}
+{{- with include "tandem.tlsSecret" . }}
 - { name: tls, secret: { secretName: {{ . }}, defaultMode: 0440 } }
-{{- end }}
 {{- end }}
 {{- if eq $modelFrom "claim" }}
 - { name: models, persistentVolumeClaim: { claimName: {{ $v.model.claim.name }}, readOnly: true } }

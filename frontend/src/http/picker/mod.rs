@@ -14,9 +14,7 @@ use crate::error::ApiError;
 use exchange::GatewayStream;
 use futures::{StreamExt, stream, stream::BoxStream};
 use std::sync::Arc;
-use tandem_process::Shutdown;
 use tandem_proto::{
-    channel::{self, Listener, Network},
     ext_proc::{
         ProcessingRequest, ProcessingResponse,
         external_processor_server::{ExternalProcessor, ExternalProcessorServer, SERVICE_NAME},
@@ -29,7 +27,7 @@ use tandem_proto::{
 };
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Response, Status, Streaming, service::Routes, transport};
+use tonic::{Request, Response, Status, Streaming, service::Routes};
 
 /// The maximum number of answers of one stream that wait to be sent, each of at most 62 KiB.
 const ANSWERS_MAX: usize = 4;
@@ -45,15 +43,10 @@ struct Picker {
     streams: Arc<Semaphore>,
 }
 
-/// Serves gateways until the process drains and all of their requests have ended. Gateways have no cluster key, so every caller is served.
-///
-/// # Errors
-/// The socket cannot be served.
-pub(crate) async fn serve(listener: Listener, app: Arc<App>, shutdown: Shutdown) -> Result<(), transport::Error> {
+/// Returns the services for gateways. Gateways have no cluster key, so every caller is served.
+pub(crate) fn routes(app: Arc<App>) -> Routes {
     let picker = Picker { app, streams: Arc::new(Semaphore::new(STREAMS_MAX)) };
-    let routes = Routes::new(ExternalProcessorServer::new(picker.clone())).add_service(HealthServer::new(picker));
-    let open = Listener::new(listener.into_arrivals(), Network::default());
-    open.serve(channel::server(), routes, Arc::new(|| {}), async move { shutdown.draining().await }).await
+    Routes::new(ExternalProcessorServer::new(picker.clone())).add_service(HealthServer::new(picker))
 }
 
 #[tonic::async_trait]
