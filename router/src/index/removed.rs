@@ -206,7 +206,7 @@ fn byte_of(block: SequenceHash) -> u64 {
 /// Returns a bit for each byte of `bytes` that is not 0.
 fn filled(bytes: u64) -> u64 {
     const LOW: u64 = 0x7F7F_7F7F_7F7F_7F7F;
-    ((bytes & LOW) + LOW | bytes) & !LOW
+    (((bytes & LOW) + LOW) | bytes) & !LOW
 }
 
 fn bucket_of(mixed: u64) -> usize {

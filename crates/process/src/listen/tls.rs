@@ -219,7 +219,7 @@ mod tests {
         let (tls, _watch) = Tls::new(ServerCertificate::self_signed(), HTTP_2, Gauge::noop());
         let (_client, server) = tokio::io::duplex(64);
         let begun = Instant::now();
-        let error = tls.accept(server).await.err().expect("the client sends nothing");
+        let error = tls.accept(server).await.expect_err("the client sends nothing");
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         assert!(begun.elapsed() < 2 * HANDSHAKE_MAX, "{:?}", begun.elapsed());
     }
