@@ -214,7 +214,7 @@ class Gateway:
         failed = load.failed()
         refused = sorted({answer.status for answer in failed if answer.status != 200})
         broken = sum(answer.status == 200 for answer in failed)
-        self.table.row(what, len(load.answers), len(failed), "", "", f"{seen}; {broken} answers broke off, other failures: HTTP {refused}")
+        self.table.row(what, len(load.answers), len(failed), "", "", f"{seen}; {broken} answers ended early, other failures: HTTP {refused}")
         assert all(500 <= status < 600 for status in refused), f"not an error of Envoy: {failed}"
         assert not load.failed(over), f"{len(load.failed(over))} requests failed afterwards, such as {load.failed(over)[0]}"
 

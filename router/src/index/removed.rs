@@ -8,15 +8,17 @@
 //! A lookup reads one line for each step of a binary search. The search works because the remembered blocks of a prompt are its leading ones:
 //! caches evict the end of a prompt before its beginning, and the table forgets the oldest entries first.
 
-use super::{prefetch::prefetch, shard::Link};
+use super::{
+    prefetch::prefetch,
+    run::{GROUP, first_of_group},
+    shard::Link,
+};
 use std::sync::{
     OnceLock,
     atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
 };
 use tandem_kv::SequenceHash;
 
-/// The number of consecutive blocks of a prompt that have one entry, so that each has a byte of a word.
-const GROUP: usize = 8;
 const BUCKETS_BITS: u32 = if cfg!(test) { 10 } else { 15 };
 const BUCKET_ENTRIES: usize = 4;
 /// The memory of the table: 2 MiB for 131,072 groups, which are 1,048,576 blocks. It is allocated before the first block is removed
@@ -191,11 +193,6 @@ fn groups<'a>(
         at += hashes.len();
         Some((leader, first, hashes))
     })
-}
-
-/// Returns the position of the first block in the group of the block at this position of a prompt.
-pub(super) fn first_of_group(at: usize) -> usize {
-    at / GROUP * GROUP
 }
 
 /// Returns the byte that stands for a block in its group, which is never 0.

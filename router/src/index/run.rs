@@ -6,6 +6,9 @@ use tandem_kv::SequenceHash;
 /// Maximum number of blocks of a run. The limit bounds the time for which a change locks a run.
 pub(super) const RUN_BLOCKS: usize = 1 << 10;
 
+/// The number of consecutive blocks of a prompt that share an entry in the memory of removed blocks, so that each has a byte of a word.
+pub(super) const GROUP: usize = 8;
+
 /// The search for the first difference of two lists of hashes compares this many positions in one round.
 const PROBES: usize = 15;
 /// The number of hashes in a line of the processor's cache.
@@ -51,6 +54,11 @@ pub(super) struct Groups {
     /// The set of all holders, followed by the groups in the order of their numbers of blocks. Each group has its number of blocks and the
     /// set of its holders.
     sets: Box<[u64]>,
+}
+
+/// Returns the position of the first block in the group of the block at this position of a prompt.
+pub(super) fn first_of_group(at: usize) -> usize {
+    at / GROUP * GROUP
 }
 
 /// Returns the index of a row's word in a set, and the row's bit in that word.

@@ -1,6 +1,10 @@
 //! A shard of the index: the runs whose first blocks select it.
 
-use super::{prefetch::prefetch, removed::first_of_group, run::BlockRun, table::HashTable};
+use super::{
+    prefetch::prefetch,
+    run::{BlockRun, first_of_group},
+    table::HashTable,
+};
 use parking_lot::RwLock;
 use tandem_kv::SequenceHash;
 
@@ -77,7 +81,7 @@ pub(super) struct Link {
     pub(super) followed: u32,
     /// The position of the run's first block in its prompts.
     pub(super) start: u32,
-    /// The first block of the group ([`GROUP`](super::removed::GROUP)) that continues in this run; only if the run begins within a group.
+    /// The first block of the group ([`GROUP`](super::run::GROUP)) that continues in this run; only if the run begins within a group.
     pub(super) leader: SequenceHash,
 }
 

@@ -186,8 +186,9 @@ fn hostile_inputs_are_refused_by_name() {
     assert!(checked(vec![empty]).is_err());
 }
 
-/// The inputs of a tool. Several of them need escapes in JSON, or contain a part of the closing tag.
-const INPUTS: [&str; 6] = ["a!", "a", "é\n!", "\"\\!", "</v!\n</", ""];
+/// The inputs of a tool. Several of them need escapes in JSON, or contain a part of the closing tag. No white space follows such a part: with
+/// one byte changed, the tag would end there, and the naive model knows only one kind of white space between parts.
+const INPUTS: [&str; 6] = ["a!", "a", "é\n!", "\"\\!", "</v!x</", ""];
 
 /// Returns all ways to write what follows the name in a call, as JSON and between tags.
 fn rests() -> Vec<String> {

@@ -64,18 +64,22 @@ fn chat_in_a_terminal(up: &Up, max_tokens: u32) -> Child {
 
 #[test]
 fn chat_in_a_terminal_drops_pasted_lines_at_ctrl_c() {
-    let up = Up::start(&["--engine", "sim"], Stdio::null());
-    let mut process = chat_in_a_terminal(&up, 3_000);
+    // The first token takes half a second.
+    let up = Up::start(&["--engine", "sim", "--sim-speedup", "0.02"], Stdio::null());
+    let mut process = chat_in_a_terminal(&up, 20);
     let mut stdin = process.stdin.take().expect("stdin is piped");
     stdin.write_all(b"One\nTwo\nThree\n").expect("the program reads its messages");
-    let (running, ended) = ("tandem_frontend_inflight_requests ", "tandem_frontend_request_duration_seconds_count ");
-    until("an answer runs", || metric(&up, running), |requests| *requests == Some(1.0));
+    let running = || metric(&up, "tandem_frontend_inflight_requests ");
+    until("an answer runs", running, |requests| *requests == Some(1.0));
     stdin.write_all(b"\x03").expect("the terminal is open");
-    until("the answer has ended", || metric(&up, ended), |requests| *requests == Some(1.0));
+    let cancelled = || metric(&up, "tandem_frontend_cancelled_total ");
+    until("the answer is cancelled", cancelled, |requests| *requests == Some(1.0));
+    let finished = || metric(&up, "tandem_frontend_request_duration_seconds_count ");
+    let before = finished();
     stdin.write_all(b"/quit\n").expect("the program reads its messages");
     drop(stdin);
     let printed = text(&process.wait_with_output().expect("the program ends").stdout);
-    assert_eq!(metric(&up, ended), Some(1.0), "{printed}");
+    assert_eq!((finished(), cancelled()), (before, Some(1.0)), "{printed}");
 }
 
 #[test]
