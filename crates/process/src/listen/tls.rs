@@ -172,7 +172,10 @@ impl Tls {
     /// Returns the encrypted stream, as [`Tls::accept`] does. At most once a minute, a line says why there is none.
     async fn accept_or_warn(self, stream: TcpStream, limit: Arc<LogLimit>) -> Option<TlsStream<TcpStream>> {
         let refused = |error: &io::Error| {
-            if let Some(left_out) = limit.admit() {
+            // A health check of the TCP port closes its connection at once.
+            if error.kind() != io::ErrorKind::UnexpectedEof
+                && let Some(left_out) = limit.admit()
+            {
                 tracing::warn!(
                     %error,
                     left_out,
