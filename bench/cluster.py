@@ -216,6 +216,17 @@ def output(*command):
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE).stdout.strip()
 
 
+def finish(arguments, result, page, all_met):
+    """Writes the page to its file, or prints it. Ends the program, with 1 if a goal is not met."""
+    if arguments.write:
+        result.parent.mkdir(parents=True, exist_ok=True)
+        result.write_text(page)
+        progress(f"written to {result.relative_to(HERE.parent)}")
+    else:
+        print(page)
+    sys.exit(0 if all_met else 1)
+
+
 def document(arguments, start):
     """Returns the text of docs/bench/cluster.md, and whether every goal is met. `start` starts a cluster."""
     load_note = "nothing else running" if os.getloadavg()[0] <= QUIET_MAX else "**with other work on the machine, as the ranges show**"
@@ -278,13 +289,7 @@ def main():
             return cluster
 
         page, all_met = document(arguments, start)
-    if arguments.write:
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
-        RESULT.write_text(page)
-        progress(f"written to {RESULT.relative_to(HERE.parent)}")
-    else:
-        print(page)
-    sys.exit(0 if all_met else 1)
+    finish(arguments, RESULT, page, all_met)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from cluster import finish, progress
+
 HERE = pathlib.Path(__file__).resolve().parent
 RESULT = HERE.parent / "docs/bench/cpu.md"
 ROUNDS_MIN = 7
@@ -239,10 +241,6 @@ def busy_table(sides, report, rounds):
     return "\n".join(lines)
 
 
-def progress(line):
-    print(line, file=sys.stderr, flush=True)
-
-
 def processor_lines():
     return pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0]
 
@@ -339,12 +337,7 @@ def main():
             page, all_met = document(arguments, sides)
     finally:
         sides.end()
-    if arguments.write:
-        RESULT.write_text(page)
-        progress(f"written to {RESULT.relative_to(HERE.parent)}")
-    else:
-        print(page)
-    sys.exit(0 if all_met else 1)
+    finish(arguments, RESULT, page, all_met)
 
 
 if __name__ == "__main__":

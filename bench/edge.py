@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import gguf
-from cluster import HERE, machine, output, progress
+from cluster import HERE, finish, machine, output, progress
 
 RESULT = HERE.parent / "docs/bench/edge.md"
 ROUNDS_MIN = 5
@@ -443,12 +443,7 @@ def main():
             server.wait()
         texts = Texts(json.loads((pathlib.Path(folder) / "model/tokenizer.json").read_text()))
         page, all_met = document(arguments, servers, texts)
-    if arguments.write:
-        RESULT.write_text(page)
-        progress(f"written to {RESULT.relative_to(HERE.parent)}")
-    else:
-        print(page)
-    sys.exit(0 if all_met else 1)
+    finish(arguments, RESULT, page, all_met)
 
 
 if __name__ == "__main__":

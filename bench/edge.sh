@@ -5,15 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-target="${CARGO_TARGET_DIR:-target}"
-if [ -z "${TANDEM:-}" ]; then
-    cargo build --release --locked -p tandem
-    TANDEM="$target/release/tandem"
-fi
-if [ -z "${TANDEM_MODEL:-}" ]; then
-    lines=$("$TANDEM" model fetch)
-    TANDEM_MODEL=${lines##*$'\n'}
-fi
+. bench/setup.sh
 # Dynamo's packages require Kubernetes' and Redis' clients, which these processes do not use.
 dynamo="$target/bench-dynamo-1.6.1"
 if [ ! -e "$dynamo/complete" ]; then

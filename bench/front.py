@@ -16,7 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from cluster import HERE, machine, output, progress
+from cluster import HERE, finish, machine, output, progress
 from edge import Report, Server, Texts, free_port, model_folder, shown
 
 RESULT = HERE.parent / "docs/bench/front.md"
@@ -209,12 +209,7 @@ def main():
         for server in servers:
             server.wait()
         page, all_met = document(arguments, folder, servers, Texts(tokenizer))
-    if arguments.write:
-        RESULT.write_text(page)
-        progress(f"written to {RESULT.relative_to(HERE.parent)}")
-    else:
-        print(page)
-    sys.exit(0 if all_met else 1)
+    finish(arguments, RESULT, page, all_met)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-target="${CARGO_TARGET_DIR:-target}"
-if [ -z "${TANDEM:-}" ]; then
-    cargo build --release --locked -p tandem
-    TANDEM="$target/release/tandem"
-fi
-if [ -z "${TANDEM_MODEL:-}" ]; then
-    lines=$("$TANDEM" model fetch)
-    TANDEM_MODEL=${lines##*$'\n'}
-fi
+. bench/setup.sh
 # The versions of dependencies are those of the workspace.
 cp Cargo.lock bench/front/Cargo.lock
 cargo build --release --manifest-path bench/front/Cargo.toml --target-dir bench/front/target
