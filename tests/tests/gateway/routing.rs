@@ -254,6 +254,17 @@ async fn usage_is_counted_although_the_client_leaves_after_the_last_bytes() -> R
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_the_gateway_cannot_reach_gets_no_further_requests() -> Result<()> {
     let gateway = Gateway::start(2).await?;
+    // A gateway's time limit and its own overload are not the server's fault.
+    for headers in [&[(":status", "504")][..], &[(":status", "503"), ("x-envoy-overloaded", "true")]] {
+        for number in 0..8 {
+            let body = json!({ "model": "fake", "prompt": document(number), "max_tokens": 4 }).to_string();
+            let (mut exchange, picked) = gateway.request("/v1/completions", &[], body.as_bytes()).await?;
+            picked.sent()?;
+            exchange.response_headers(headers, Default::default()).await?;
+            exchange.response_chunk(b"{}", true).await?;
+        }
+    }
+    assert_eq!(metric(&gateway, "tandem_router_breaker_opened_total"), 0.0);
     let mut failed = [0; 2];
     for number in 0..20 {
         let body = json!({ "model": "fake", "prompt": document(number), "max_tokens": 4 }).to_string();

@@ -234,6 +234,11 @@ pub(super) fn content_length(headers: Option<&HeaderMap>) -> Option<u64> {
     str::from_utf8(value(headers, "content-length")?).ok()?.parse().ok()
 }
 
+/// Whether Envoy has answered the request itself, because its limits of requests or connections are reached.
+pub(super) fn is_overload(headers: Option<&HeaderMap>) -> bool {
+    value(headers, "x-envoy-overloaded").is_some()
+}
+
 fn value<'a>(headers: Option<&'a HeaderMap>, name: &str) -> Option<&'a [u8]> {
     let header = headers?.headers.iter().find(|header| header.key == name)?;
     Some(if header.raw_value.is_empty() { header.value.as_bytes() } else { &header.raw_value[..] })

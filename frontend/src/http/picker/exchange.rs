@@ -285,12 +285,14 @@ impl PlacedRequest {
         }
     }
 
-    /// Records the answer's head. If the gateway could not get an answer from the server, the booking ends, and the router soon places
-    /// nothing there: a server that is gone would otherwise seem to have the least load.
+    /// Records the answer's head. If the server could not be reached, the booking ends, and the router soon places nothing there: a server
+    /// that is gone would otherwise seem to have the least load.
     async fn begin(&mut self, headers: Option<&HeaderMap>) {
         self.status = choice::status(headers);
         self.left = choice::content_length(headers);
-        if matches!(self.status, StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT)
+        // A gateway's time limit (504) and its own overload say nothing about the server.
+        if matches!(self.status, StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE)
+            && !choice::is_overload(headers)
             && let Some(mut booking) = self.booking.take()
         {
             self.incoming.admitted.finish(self.status);
