@@ -45,6 +45,8 @@ REFUSED = [
     ("engine=sglang,model.source=hf:a/b", "kvConnector"),
     ("engine=sglang,model.source=hf:a/b,sglang.kvConnector=nixl,prefill.replicas=0", "prefill.replicas"),
     ("decode.autoscaling.enabled=true,decode.autoscaling.minReplicas=9", "maxReplicas"),
+    ("decode.autoscaling.enabled=true,decode.autoscaling.wanted=true", "slo-ttft"),
+    ("frontend.autoscaling.wanted=true", "wanted"),
     ("discovery=etcd,etcd.user=tandem", "etcd.passwordSecret.name"),
     ("epp.enabled=true", "epp.enabled needs engine vllm"),
     (f"{EPP},engine=sglang", "epp.enabled needs engine vllm"),

@@ -4,17 +4,17 @@ use crate::route::{ByRole, WorkerDemand, WorkerRole};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The age at which a placement has half the weight of the latest one. The sums thus include some placements even in a quiet cluster, but
-/// follow a change of the load.
-const HALF_LIFE: Duration = Duration::from_secs(30);
+/// The age in seconds at which a placement has half the weight of the latest one. The sums thus include some placements even in a quiet
+/// cluster, but follow a change of the load.
+const HALF_LIFE: u64 = 30;
 
 /// The latest placements of one model, by the role of the worker that computes the prompt.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Demands(ByRole<DemandSums>);
+pub(crate) struct Demands(ByRole<DemandSums<HALF_LIFE>>);
 
-/// Sums over placements, in which older placements have less weight.
+/// Sums over placements, in which older placements have less weight: half of it at the age of `HALF_LIFE_S` seconds.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct DemandSums {
+pub(crate) struct DemandSums<const HALF_LIFE_S: u64> {
     prompts: f64,
     tokens: f64,
     at: Option<Instant>,
@@ -31,7 +31,7 @@ impl Demands {
     }
 }
 
-impl DemandSums {
+impl<const HALF_LIFE_S: u64> DemandSums<HALF_LIFE_S> {
     /// Adds a prompt of which `tokens` tokens are computed.
     pub(crate) fn add(&mut self, tokens: u64, now: Instant) {
         let before = self.at(now);
@@ -39,13 +39,18 @@ impl DemandSums {
     }
 
     pub(crate) fn per_second(&self, now: Instant) -> WorkerDemand {
-        let (Self { prompts, tokens, .. }, factor) = (self.at(now), std::f64::consts::LN_2 / HALF_LIFE.as_secs_f64());
+        let (Self { prompts, tokens, .. }, factor) = (self.at(now), std::f64::consts::LN_2 / HALF_LIFE_S as f64);
         WorkerDemand { prompts: prompts * factor, tokens: tokens * factor }
+    }
+
+    /// Returns the sum of the tokens.
+    pub(crate) fn sum(&self, now: Instant) -> f64 {
+        self.at(now).tokens
     }
 
     fn at(self, now: Instant) -> Self {
         let age = self.at.map_or(Duration::ZERO, |at| now.duration_since(at));
-        let kept = (-age.as_secs_f64() / HALF_LIFE.as_secs_f64()).exp2();
+        let kept = (-age.as_secs_f64() / HALF_LIFE_S as f64).exp2();
         Self { prompts: self.prompts * kept, tokens: self.tokens * kept, at: self.at }
     }
 }
@@ -65,7 +70,7 @@ mod tests {
         let WorkerDemand { prompts, tokens } = demands.per_second(now).of(WorkerRole::Prefill);
         assert!((9.9..10.3).contains(&prompts) && (4_950.0..5_150.0).contains(&tokens), "{prompts} {tokens}");
         assert_eq!(demands.per_second(now).of(WorkerRole::Decode), WorkerDemand::default());
-        let later = demands.per_second(now + HALF_LIFE).of(WorkerRole::Prefill);
+        let later = demands.per_second(now + Duration::from_secs(HALF_LIFE)).of(WorkerRole::Prefill);
         assert!((later.prompts / prompts - 0.5).abs() < 1e-9 && (later.tokens / tokens - 0.5).abs() < 1e-9, "{later:?}");
     }
 }

@@ -20,6 +20,7 @@ mod route;
 mod service;
 mod settings;
 mod subscription;
+mod wanted;
 mod watch;
 mod worker_bookings;
 mod worker_watch;
@@ -29,6 +30,7 @@ pub use index::{PrefixIndex, Replacement, Skipped, WorkerSlot};
 pub use route::{Candidate, WorkerRole};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 pub use tandem_proto::{Cause, Causes, Funnel};
+pub use wanted::{ServiceLevels, WANTED_INTERVAL, WantedWorkers};
 
 use cluster::{Cluster, UnavailableWorkers};
 use peer_watch::PeerWatcher;
@@ -48,7 +50,11 @@ use tandem_proto::{
     channel::{self, Listener, PeerRole},
     v1::router_server::RouterServer,
 };
-use tokio::{sync::Notify, task::JoinSet, time::Instant};
+use tokio::{
+    sync::Notify,
+    task::JoinSet,
+    time::{Instant, MissedTickBehavior},
+};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use watch::{RemoteProcess, Watch};
@@ -136,6 +142,7 @@ pub async fn run(
         never = peers => match never {},
         never = end_startup(&cluster) => match never {},
         never = cluster.sweep() => match never {},
+        never = plan_workers(&cluster) => match never {},
         never = release(&cluster, &shutdown, &released) => match never {},
         served = serve => Ok(served?),
     }
@@ -146,6 +153,16 @@ async fn end_startup(cluster: &Cluster) -> Infallible {
     tokio::time::sleep(STARTUP_TIMEOUT).await;
     cluster.lock().update_unavailable(UnavailableWorkers::stop_expecting);
     std::future::pending().await
+}
+
+/// Decides regularly how many workers are wanted.
+async fn plan_workers(cluster: &Cluster) -> Infallible {
+    let mut interval = tokio::time::interval(WANTED_INTERVAL);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        interval.tick().await;
+        cluster.lock().plan_workers();
+    }
 }
 
 /// Once the router drains, waits until no other router is connected, and then ends the streams of all requests. While another router is

@@ -1,7 +1,7 @@
 //! The router's metrics. A worker's series have its `worker_id` as a label. They are removed when the worker leaves, and start at 0 when it
 //! joins again.
 
-use crate::{applied::Applied, index::Skipped};
+use crate::{applied::Applied, index::Skipped, route::WorkerRole};
 use metrics::{Counter, Gauge, Histogram};
 use tandem_process::Metrics;
 use tandem_proto::{
@@ -60,6 +60,12 @@ pub(crate) struct WorkerSeries {
     cleared: Counter,
 }
 
+/// The gauge of the number of workers that a model's load needs. It is exported until this value is dropped.
+pub(crate) struct WantedSeries {
+    _exported: Metrics,
+    pub(crate) wanted: Gauge,
+}
+
 /// Series about the difference between the blocks that a worker reports and those that its engine finds.
 pub(crate) struct FindingSeries {
     /// The number of leading blocks that the worker reports but its engine does not find.
@@ -112,6 +118,14 @@ impl RouterMetrics {
             ),
             registry,
         }
+    }
+
+    /// Returns the gauge of the wanted workers of this role.
+    pub(crate) fn wanted(&self, model: &str, role: WorkerRole) -> WantedSeries {
+        let exported = self.registry.part(&format!("wanted {} {model}", role.name()));
+        let help = "Number of workers that the load needs to meet --slo-ttft and --slo-itl.";
+        let labels = [("model", model), ("role", role.name())];
+        WantedSeries { wanted: exported.gauge("tandem_router_wanted_workers", help, &labels), _exported: exported }
     }
 
     /// Returns the series of a worker's prompts to the model. They are exported as long as those of the worker.

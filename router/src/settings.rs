@@ -1,5 +1,6 @@
 //! The router's settings. The comment of each setting gives its default and the reason for it.
 
+use crate::wanted::ServiceLevels;
 use clap::ValueEnum;
 use serde::Serialize;
 use std::{
@@ -31,6 +32,8 @@ pub struct RouterSettings {
     pub prefill: PrefillPlace,
     /// The parameters of the cost estimate.
     pub costs: Costs,
+    /// The service levels from which the router computes how many workers are wanted. Default: none, so nothing is computed.
+    pub levels: ServiceLevels,
     /// The seed of the random numbers that break ties. Two routers with the same seed and input make
     /// the same placements.
     pub seed: u64,
@@ -62,6 +65,7 @@ impl Default for RouterSettings {
             policy: PolicyKind::default(),
             prefill: PrefillPlace::default(),
             costs: Costs::default(),
+            levels: ServiceLevels::default(),
             seed: RandomState::new().hash_one(0),
             attempts_max: 3,
             hashes_max: 65_536,

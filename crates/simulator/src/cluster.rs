@@ -1,8 +1,8 @@
 //! The description of a cluster to simulate.
 
-use crate::{Faults, RoutingRule};
+use crate::{Faults, RoutingRule, Scaling};
 use std::{fmt, time::Duration};
-use tandem_router::{Costs, PrefillPlace, WorkerRole};
+use tandem_router::{Costs, PrefillPlace, ServiceLevels, WorkerRole};
 
 /// A cluster to simulate.
 #[derive(Clone, Debug)]
@@ -22,6 +22,12 @@ pub struct SimulatedCluster {
     /// The number of requests in flight: each further request is sent when another one has ended. If it is `None`, each request arrives at
     /// its own time.
     pub concurrency: Option<usize>,
+    /// The longest estimated wait with which the router places a request. Others are refused. `None`: no request is refused.
+    pub max_wait: Option<Duration>,
+    /// The service levels from which the router computes how many workers are wanted.
+    pub levels: ServiceLevels,
+    /// How the number of workers follows the load; `None`: it stays the same.
+    pub scaling: Option<Scaling>,
     /// The losses of workers during the simulation.
     pub faults: Faults,
     /// The seed of the random numbers with which ties between workers are broken, and with which random workers are chosen.
@@ -129,6 +135,9 @@ impl SimulatedCluster {
             prefill: PrefillPlace::Auto,
             costs: Costs::default(),
             concurrency: None,
+            max_wait: None,
+            levels: ServiceLevels::default(),
+            scaling: None,
             faults: Faults::default(),
             seed: 0,
         }

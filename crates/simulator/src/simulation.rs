@@ -1,10 +1,11 @@
 //! Runs a simulation. Its events are: a request arrives, a step ends, KV is received, a worker is lost, and a worker returns.
 
 use crate::{
-    RoutingRule, SimulatedCluster, SimulatedRequest,
+    RoutingRule, SimulatedCluster, SimulatedRequest, SimulatedWorker,
     faults::Draws,
     policy::Query,
     request::Arrived,
+    scaling::Scaler,
     worker::{SimulatedEngine, SimulatedSequence, Stepped},
 };
 use std::{cmp::Reverse, collections::BinaryHeap, ops::ControlFlow, rc::Rc, sync::Arc, time::Duration};
@@ -32,12 +33,16 @@ pub struct Totals {
     pub retried: u64,
     /// The number of times that an answer was continued on another worker after a token.
     pub resumed: u64,
+    /// The time for which all workers together were present, or started, in a cluster whose number of workers changes.
+    pub paid: Duration,
+    /// The number of decisions that have changed the number of workers.
+    pub changes: u64,
     /// What could have been cached of the prompts that were computed, and why the rest was not.
     pub prefix: Funnel,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum SimulationEvent {
+pub(crate) enum SimulationEvent {
     /// A step of a worker has ended. `losses` is the number of the worker's losses before the step began. If the worker was lost during the
     /// step, the numbers differ and the event is ignored.
     Stepped {
@@ -56,12 +61,17 @@ enum SimulationEvent {
     },
     RandomLoss,
     Returned(usize),
+    /// The number of workers is decided.
+    Scale,
+    /// A worker that was started joins.
+    Started,
 }
 
-struct Simulation<'a> {
+pub(crate) struct Simulation<'a> {
     cluster: &'a SimulatedCluster,
-    router: VirtualRouter,
-    workers: Vec<SimulatedEngine>,
+    pub(crate) router: VirtualRouter,
+    pub(crate) workers: Vec<SimulatedEngine>,
+    pub(crate) scaler: Option<Scaler>,
     names: Vec<Arc<str>>,
     events: BinaryHeap<Reverse<(u64, u64, SimulationEvent)>>,
     /// The number of events that were scheduled so far. It orders events that occur at the same time.
@@ -70,10 +80,10 @@ struct Simulation<'a> {
     in_flight: usize,
     has_prefill_workers: bool,
     draws: Option<Draws>,
-    totals: Totals,
+    pub(crate) totals: Totals,
 }
 
-fn micros(time: Duration) -> u64 {
+pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
@@ -95,27 +105,17 @@ impl<'a> Simulation<'a> {
         let settings = RouterSettings {
             prefill: cluster.prefill,
             costs: cluster.costs,
+            levels: cluster.levels,
             // The router seeds its tie-break with this number, so that equal simulations have equal results.
             seed: cluster.seed,
             ..RouterSettings::default()
         };
-        let (mut router, capacity_blocks) = (VirtualRouter::new(settings), cluster.capacity_blocks());
-        let block_bytes = (cluster.block_tokens as f64 * cluster.device.kv_bytes_per_token) as u64;
-        let workers = cluster.workers.iter().map(|worker| {
-            router.join(VirtualWorker {
-                role: worker.role,
-                block_size: cluster.block_tokens as u32,
-                capacity_blocks,
-                block_bytes,
-                step_tokens: cluster.device.step_tokens as u32,
-            });
-            SimulatedEngine::new(worker.role, worker.slower, cluster.device, cluster.block_tokens, capacity_blocks)
-        });
         let mut simulation = Self {
-            workers: workers.collect(),
+            router: VirtualRouter::new(settings),
+            workers: Vec::new(),
+            scaler: cluster.scaling.clone().map(|scaling| Scaler::new(scaling, cluster.workers.iter().map(|worker| worker.role))),
             names: cluster.worker_names().map(Arc::from).collect(),
             cluster,
-            router,
             events: BinaryHeap::new(),
             scheduled: 0,
             arrived: 0,
@@ -124,11 +124,35 @@ impl<'a> Simulation<'a> {
             draws: cluster.faults.random.map(|losses| Draws::new(losses, cluster.seed)),
             totals: Totals::default(),
         };
+        for &SimulatedWorker { role, slower } in &cluster.workers {
+            simulation.join(role, slower, 0);
+        }
         for loss in &cluster.faults.losses {
             simulation.at(micros(loss.at), SimulationEvent::Lost { worker: loss.worker, lasts: loss.lasts.map(micros) });
         }
         simulation.schedule_random_loss(0);
+        simulation.schedule_scaling(0);
         simulation
+    }
+
+    fn join(&mut self, role: WorkerRole, slower: f64, now: u64) {
+        let (SimulatedCluster { device, block_tokens, .. }, capacity_blocks) = (self.cluster, self.cluster.capacity_blocks());
+        self.router.join(VirtualWorker {
+            role,
+            block_size: *block_tokens as u32,
+            capacity_blocks,
+            block_bytes: (*block_tokens as f64 * device.kv_bytes_per_token) as u64,
+            step_tokens: device.step_tokens as u32,
+        });
+        self.workers.push(SimulatedEngine::new(role, slower, *device, *block_tokens, capacity_blocks, now));
+    }
+
+    /// Adds a worker to a running cluster.
+    pub(crate) fn add_worker(&mut self, role: WorkerRole, now: u64) {
+        let number = self.workers.len();
+        self.join(role, 1.0, now);
+        self.names.push(format!("worker-{number}").into());
+        self.report(number, &[]);
     }
 
     fn run(
@@ -143,7 +167,8 @@ impl<'a> Simulation<'a> {
                 Some(max) => (self.in_flight < max).then_some(now),
             });
             if due.is_none() && self.in_flight == 0 {
-                // The only events that are left are losses and returns of workers, so no further request can end.
+                // The only events that are left concern workers, so no further request can end.
+                self.totals.paid += self.paid_by_present(now);
                 break;
             }
             let next = self.events.peek().map(|Reverse((at, _, _))| *at);
@@ -164,6 +189,8 @@ impl<'a> Simulation<'a> {
                     SimulationEvent::Lost { worker, lasts } => self.lost(now, worker, lasts, each)?,
                     SimulationEvent::RandomLoss => self.random_loss(now, each)?,
                     SimulationEvent::Returned(worker) => self.returned(worker),
+                    SimulationEvent::Scale => self.scale(now),
+                    SimulationEvent::Started => self.started(now),
                 }
             } else {
                 unreachable!("a request in flight has an event");
@@ -174,7 +201,7 @@ impl<'a> Simulation<'a> {
         ControlFlow::Continue(())
     }
 
-    fn at(&mut self, when: u64, event: SimulationEvent) {
+    pub(crate) fn at(&mut self, when: u64, event: SimulationEvent) {
         self.scheduled += 1;
         self.events.push(Reverse((when, self.scheduled, event)));
     }
@@ -218,6 +245,7 @@ impl<'a> Simulation<'a> {
             hashes: arrived.hashes.clone(),
             prompt_tokens: prompt_tokens as u32,
             max_tokens: arrived.max_tokens,
+            max_wait: self.cluster.max_wait,
             attempt,
         };
         if self.cluster.policy == RoutingRule::Tandem {
@@ -374,6 +402,7 @@ impl<'a> Simulation<'a> {
         }
         self.start(now, number);
         self.report(number, &[]);
+        self.end_if_drained(now, number);
         ControlFlow::Continue(())
     }
 
@@ -403,6 +432,7 @@ impl<'a> Simulation<'a> {
         worker.release(&mut sequence);
         self.report(from, &[]);
         self.start(now, from);
+        self.end_if_drained(now, from);
         let worker = &mut self.workers[to];
         worker.expected -= 1;
         worker.enqueue(sequence.received());
@@ -412,7 +442,7 @@ impl<'a> Simulation<'a> {
 
     fn report(&mut self, number: usize, included: &[u64]) {
         let worker = &mut self.workers[number];
-        if !worker.present {
+        if !worker.present || worker.drains {
             return;
         }
         let transfer_bytes_per_second = if worker.has_sent { self.cluster.device.transfer_bytes_per_second } else { 0.0 };

@@ -95,6 +95,10 @@ pub(crate) struct SimulatedEngine {
     pub(crate) has_sent: bool,
     /// Whether the worker is running; false while it is lost.
     pub(crate) present: bool,
+    /// Whether the worker gets no further requests, and ends with its last one.
+    pub(crate) drains: bool,
+    /// The virtual time at which the worker has joined, in microseconds.
+    pub(crate) since: u64,
     /// The number of times that the worker was lost.
     pub(crate) losses: u64,
     device: SimulatedDevice,
@@ -197,7 +201,14 @@ impl SimulatedSequence {
 }
 
 impl SimulatedEngine {
-    pub(crate) fn new(role: WorkerRole, slower: f64, device: SimulatedDevice, block_tokens: u64, capacity_blocks: u32) -> Self {
+    pub(crate) fn new(
+        role: WorkerRole,
+        slower: f64,
+        device: SimulatedDevice,
+        block_tokens: u64,
+        capacity_blocks: u32,
+        since: u64,
+    ) -> Self {
         let block_size = TOKENS_OF_ID as u32;
         let cache = CacheSettings { capacity_blocks, block_size, prefix_caching: true, hash_key: HashKey::NONE };
         Self {
@@ -210,6 +221,8 @@ impl SimulatedEngine {
             generated_tokens: 0,
             has_sent: false,
             present: true,
+            drains: false,
+            since,
             losses: 0,
             device,
             slower,
@@ -222,6 +235,16 @@ impl SimulatedEngine {
             prompt_share: 0.0,
             namespace: namespace(),
         }
+    }
+
+    /// Returns whether the worker takes new requests in this role.
+    pub(crate) fn serves(&self, role: WorkerRole) -> bool {
+        self.present && !self.drains && self.role == role
+    }
+
+    /// Returns whether the worker has no request, and expects none.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty() && self.sending.is_empty() && self.expected == 0
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<KvEvent> {
@@ -247,7 +270,7 @@ impl SimulatedEngine {
     pub(crate) fn lose(&mut self) -> Vec<SimulatedSequence> {
         let counts = self.cache.counts();
         let capacity_blocks = counts.free + counts.cached + counts.in_use;
-        let empty = Self::new(self.role, self.slower, self.device, self.block_tokens, capacity_blocks);
+        let empty = Self::new(self.role, self.slower, self.device, self.block_tokens, capacity_blocks, self.since);
         let absent = Self { present: false, losses: self.losses + 1, ..empty };
         let lost = std::mem::replace(self, absent);
         lost.waiting.into_iter().chain(lost.running).chain(lost.sending).collect()

@@ -21,6 +21,7 @@ use crate::{
     server::ServerAddress,
     settings::{EppProcess, FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
     why::WhyArgs,
+    workers::{DrainArgs, PlanArgs},
 };
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
@@ -126,6 +127,12 @@ pub enum Command {
     /// Show the workers of a cluster and their load, continuously in a terminal or once as text
     #[cfg(feature = "top")]
     Top(TopArgs),
+
+    /// Show how many workers the load of a running cluster needs, and why
+    Plan(PlanArgs),
+
+    /// Let a worker of a running cluster finish its requests and end
+    Drain(DrainArgs),
 
     /// Say why tokens of a recent request were not cached
     Why(WhyArgs),

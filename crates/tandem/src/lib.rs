@@ -15,6 +15,7 @@ pub mod key;
 #[cfg(feature = "model")]
 mod model;
 pub mod ready;
+mod router_connection;
 mod run;
 mod running;
 mod secrets;
@@ -27,6 +28,7 @@ mod text_table;
 #[cfg(feature = "top")]
 pub mod top;
 pub mod why;
+pub mod workers;
 
 pub use cluster::{Cluster, Process, ServedProcess, StartError, Worker};
 pub use run::{print_error, run};

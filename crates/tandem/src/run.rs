@@ -12,7 +12,7 @@ use crate::{
     explain, key, ready, running,
     serve::{self, print, printable},
     settings::CommonArgs,
-    why,
+    why, workers,
 };
 #[cfg(feature = "load")]
 use crate::{bench, cli::BenchCommand};
@@ -74,6 +74,8 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Key { command } => print(&key::run(command)?)?,
         Command::Ready(server) => ready::check(&server)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?)?,
+        Command::Plan(args) => print(&workers::plan(&args)?)?,
+        Command::Drain(args) => print(&workers::drain(&args)?)?,
         Command::Why(args) => print(&why::run(&args)?)?,
         Command::Audit { command } => audit(command)?,
     }

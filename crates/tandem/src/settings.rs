@@ -36,7 +36,7 @@ pub use parsers::{ForModel, ParserArgs};
 pub use passthrough::PassthroughArgs;
 pub use restart::RestartArgs;
 pub use roles::{EppProcess, FrontendProcess, PickerArgs, PickerPorts, ProcessArgs, RouterProcess, UpSettings, WorkerProcess};
-pub use router::RouterArgs;
+pub use router::{ItlArgs, RouterArgs};
 pub use sim::SimArgs;
 pub use tandem_router::{PolicyKind, PrefillPlace};
 pub use telemetry::TelemetryArgs;

@@ -11,8 +11,8 @@ use tandem_process::{
 use tandem_proto::{
     event_batch, snapshot_chunks,
     v1::{
-        DescribeRequest, FailureReason, Loras, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
-        control_server::Control, watch_reply,
+        DescribeRequest, DrainReply, DrainRequest, FailureReason, Loras, SnapshotChunk, SnapshotRequest, WatchReply,
+        WatchRequest, WorkerInfo, control_server::Control, watch_reply,
     },
 };
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
@@ -74,6 +74,19 @@ impl Control for ControlService {
             watcher.replies.fail(error).await
         });
         Ok(Response::new(replies))
+    }
+
+    async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        let DrainRequest { instance_id } = request.into_inner();
+        self.admit(&instance_id)?;
+        let Some(drain) = &self.worker.settings.drain else {
+            return Err(Status::failed_precondition(
+                "the worker is a part of a process with others, such as `tandem up`; stop that process instead",
+            ));
+        };
+        tracing::info!("the worker is asked to drain");
+        drain.notify_one();
+        Ok(Response::new(DrainReply {}))
     }
 
     type SnapshotStream = Replies<SnapshotChunk>;

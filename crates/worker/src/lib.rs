@@ -30,6 +30,7 @@ use tandem_proto::{
     channel::{Listener, Network},
     v1::{Scheduled, WorkerInfo, control_server::ControlServer, worker_info::Role},
 };
+use tokio::sync::Notify;
 use tonic::service::Routes;
 
 /// Settings of a worker of either role.
@@ -49,6 +50,8 @@ pub struct WorkerSettings {
     pub broker: Option<Broker>,
     /// The tracer that continues the traces of requests.
     pub tracer: Tracer,
+    /// Is notified to make the worker's process drain and end; `None`: the process has other parts, so the worker refuses to drain.
+    pub drain: Option<Arc<Notify>>,
     /// Leaves the number of cached tokens out of `Scheduled`, to test how the cluster handles a worker that does not report this number.
     pub withhold_cached_tokens: bool,
 }

@@ -52,10 +52,13 @@ impl PeerRole {
             Self::Frontend => {
                 matches!(method, "Router/Route" | "Router/Explain" | "Router/Workers") || method.starts_with("Decode/")
             }
-            Self::Router => matches!(method, "Router/Bookings" | "Router/Workers") || method.starts_with("Control/"),
+            Self::Router => {
+                let reads_worker = method.starts_with("Control/") && method != "Control/Drain";
+                matches!(method, "Router/Bookings" | "Router/Workers") || reads_worker
+            }
             Self::PrefillWorker => method == "Control/Describe" || method.starts_with("Transfer/"),
             Self::DecodeWorker => method == "Control/Describe" || method.starts_with("Prefill/"),
-            Self::Tool => method == "Router/Workers",
+            Self::Tool => matches!(method, "Router/Workers" | "Control/Drain"),
         }
     }
 }
@@ -106,7 +109,7 @@ mod tests {
     #[test]
     fn each_method_permits_only_its_callers() {
         use PeerRole::{DecodeWorker, Frontend, PrefillWorker, Router, Tool};
-        let table: [(&str, &[PeerRole]); 14] = [
+        let table: [(&str, &[PeerRole]); 15] = [
             ("Router/Route", &[Frontend]),
             ("Router/Explain", &[Frontend]),
             ("Router/Workers", &[Frontend, Router, Tool]),
@@ -114,6 +117,7 @@ mod tests {
             ("Control/Describe", &[Router, PrefillWorker, DecodeWorker]),
             ("Control/Watch", &[Router]),
             ("Control/Snapshot", &[Router]),
+            ("Control/Drain", &[Tool]),
             ("Decode/Generate", &[Frontend]),
             ("Decode/Finish", &[Frontend]),
             ("Prefill/Prefill", &[DecodeWorker]),

@@ -84,7 +84,9 @@ pub(super) struct Member {
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
     /// The prompts that this decode worker prefills itself.
-    local: DemandSums,
+    local: DemandSums<30>,
+    /// The cached tokens of prompts that the worker has computed lately.
+    pub(super) reused: DemandSums<REUSED_HALF_LIFE_S>,
     /// The part of the worker's time that the prompts in `local` took, as of its latest report.
     local_share: f64,
     /// The requests that the worker prefills and that wait for their first tokens.
@@ -98,6 +100,9 @@ pub(super) struct Member {
     /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
     pub(super) placements: v1::PlacementTotals,
 }
+
+/// The age in seconds at which a reused token has half the weight of a new one.
+const REUSED_HALF_LIFE_S: u64 = 240;
 
 /// How much of a prompt a member has cached or is about to compute.
 #[derive(Clone, Copy, Default)]
@@ -224,6 +229,7 @@ impl ClusterMembers {
             decoded_at: now,
             bookings: own_bookings,
             local: DemandSums::default(),
+            reused: DemandSums::default(),
             local_share: 0.0,
             queue,
             breaker: Breaker::default(),
@@ -475,6 +481,11 @@ impl ClusterMembers {
 }
 
 impl Member {
+    /// Returns the model of which the worker's other models are LoRAs.
+    pub(super) fn base_model(&self) -> &Arc<str> {
+        &self.models[0]
+    }
+
     /// Returns a reference to the member without a signature. It is signed when a placement is sent.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {

@@ -18,6 +18,7 @@ mod unavailable;
 mod view;
 mod virtual_router;
 mod wait;
+mod wanted;
 
 pub(crate) use members::{JoinError, MemberId};
 pub(crate) use peers::PeerId;
@@ -35,6 +36,7 @@ use crate::{
     route::WorkerRole,
     settings::RouterSettings,
     subscription::{ReportedStats, SubscriptionError},
+    wanted::{Demand, WantedWorkers},
     worker_bookings::{BookedLoad, BookingId},
 };
 use booking::{BookingEntry, LoadByRole, Prediction, SAMPLES_MAX};
@@ -82,6 +84,9 @@ pub(crate) struct ClusterState {
     pub(crate) bookings: Bookings,
     pub(crate) peers: Peers,
     placer: Placer,
+    demand: Demand,
+    /// How many workers are wanted, for each model and role.
+    wanted: Vec<WantedWorkers>,
 }
 
 /// A request that has waited in the queue for its whole limit is placed again only where its estimated wait is at most this long. Frontends
@@ -102,6 +107,8 @@ impl Cluster {
             bookings: Bookings::default(),
             peers: Peers::default(),
             placer: Placer::new(settings.clone()),
+            demand: Demand::default(),
+            wanted: Vec::new(),
         };
         let index = state.members.index.clone();
         let state = Mutex::new(state);
@@ -287,6 +294,10 @@ impl ClusterState {
         self.check_capacity()?;
         let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
         let now = self.members.now();
+        let answer = self.placer.answer(&decision.model, request, None);
+        if attempt == 1 && self.settings.levels.is_set() {
+            decision.add_to(&mut self.demand, decision.choice?, &answer, now);
+        }
         let (choice, wait) = decision.within(request, decision.choice?, now)?;
         let facts = decision.facts(&self.members, choice, request.other_namespace_blocks, now);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
@@ -297,7 +308,6 @@ impl ClusterState {
             Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
         };
         let instance = |at: usize| decision.members[at].instance_id.clone();
-        let answer = self.placer.answer(&decision.model, request, None);
         let booking = BookingEntry {
             key: self.bookings.new_key(request.request_id.clone()),
             decode: instance(choice.decode),
@@ -468,7 +478,13 @@ impl ClusterState {
     }
 
     pub(crate) fn update_peer(&mut self, id: PeerId, update: PeerUpdate) {
-        self.peers.update(id, update, &mut self.members, &mut self.bookings, self.settings.bookings_max);
+        let (demand, is_counted) = (&mut self.demand, self.settings.levels.is_set());
+        let placed = |members: &ClusterMembers, booking: &BookingEntry, load| {
+            if is_counted {
+                wanted::add_of_peer(demand, members, booking, load);
+            }
+        };
+        self.peers.update(id, update, &mut self.members, &mut self.bookings, self.settings.bookings_max, placed);
         self.show_peers();
     }
 

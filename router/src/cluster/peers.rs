@@ -45,6 +45,7 @@ impl Peers {
     }
 
     /// Applies the peer's update. `own` supplies the keys of new bookings. New bookings beyond `bookings_max` for this peer are ignored.
+    /// `placed` is called with each request that the peer has just placed, and with its load.
     pub(super) fn update(
         &mut self,
         id: PeerId,
@@ -52,8 +53,10 @@ impl Peers {
         members: &mut ClusterMembers,
         own: &mut Bookings,
         bookings_max: usize,
+        mut placed: impl FnMut(&ClusterMembers, &BookingEntry, LoadByRole),
     ) {
         let Some(PeerRouter { bookings, .. }) = self.by_id.get_mut(&id) else { return };
+        let is_change = matches!(update, PeerUpdate::Changed(_));
         let changes = match update {
             PeerUpdate::Changed(changes) => changes,
             PeerUpdate::All(all) => {
@@ -78,7 +81,11 @@ impl Peers {
                 // its workers report it.
                 (Entry::Vacant(_), Some(_)) if is_full => {}
                 (Entry::Vacant(new), Some(record)) => {
-                    new.insert(book(record, members, own));
+                    let (booking, load) = book(record, members, own);
+                    if is_change && booking.prefilling {
+                        placed(members, &booking, load);
+                    }
+                    new.insert(booking);
                 }
             }
         }
@@ -101,12 +108,12 @@ impl Peers {
     }
 }
 
-fn book(record: BookingRecord, members: &mut ClusterMembers, own: &mut Bookings) -> BookingEntry {
+fn book(record: BookingRecord, members: &mut ClusterMembers, own: &mut Bookings) -> (BookingEntry, LoadByRole) {
     let has_reported =
         |instance_id: &str| members.of(instance_id).is_some_and(|member| member.bookings.has_included(&record.request_id));
     let load = LoadByRole::recorded(&record, has_reported);
     let key = own.new_key(record.request_id.clone());
     let booking = BookingEntry::of_peer(record, key, members.now());
     members.book(&booking, load);
-    booking
+    (booking, load)
 }

@@ -104,6 +104,7 @@ pub(super) fn compare(
     let found = actual / (*block_size).max(1);
     member.findings.add(FoundBlocks { reported: *reported, known: facts.known_blocks, found });
     member.loads.learn(loads, found, now);
+    member.reused.add(actual.into(), now);
     member.export_findings();
     let Member { series, prefix_series, placements, info, .. } = member;
     let predicted = u64::from(facts.expected_blocks) * u64::from(*block_size);

@@ -10,6 +10,7 @@ mod placement;
 mod prefix;
 mod tiers;
 mod wait;
+mod wanted;
 
 use super::*;
 use crate::{Costs, PrefillPlace, route::NoEligibleWorker};

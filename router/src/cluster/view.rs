@@ -1,11 +1,14 @@
 //! The router's reports about itself and the cluster.
 
 use super::{ClusterState, texts};
-use crate::route::NoEligibleWorker;
+use crate::{
+    route::{NoEligibleWorker, WorkerRole},
+    wanted::WantedWorkers,
+};
 use std::sync::Arc;
 use tandem_proto::{
     channel::OnRefused,
-    v1::{self, Identity, WorkerInfo},
+    v1::{self, Identity, WorkerInfo, worker_info},
 };
 
 impl ClusterState {
@@ -99,6 +102,23 @@ impl ClusterState {
             synced_workers: synced as u32,
             known_workers: known as u32,
             models: self.models(),
+            wanted: self.wanted.iter().map(wanted).collect(),
         }
+    }
+}
+
+fn wanted(of: &WantedWorkers) -> v1::WantedWorkers {
+    let WantedWorkers { model, role, wanted, present, reason, cheapest_to_lose } = of;
+    let role = match role {
+        WorkerRole::Prefill => worker_info::Role::Prefill,
+        WorkerRole::Decode => worker_info::Role::Decode,
+    };
+    v1::WantedWorkers {
+        model: model.to_string(),
+        role: role.into(),
+        wanted: *wanted as u32,
+        present: *present as u32,
+        reason: reason.clone(),
+        cheapest_to_lose: cheapest_to_lose.clone(),
     }
 }

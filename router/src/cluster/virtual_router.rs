@@ -54,6 +54,8 @@ pub struct VirtualRequest {
     pub prompt_tokens: u32,
     /// The most tokens that the answer may have; 0: not known.
     pub max_tokens: u32,
+    /// The longest estimated wait with which the request is placed; `None`: any wait.
+    pub max_wait: Option<Duration>,
     /// The number of this placement since the request's latest first token, from 1.
     pub attempt: u32,
 }
@@ -152,6 +154,14 @@ impl VirtualRouter {
         numbers.zip(self.state.candidates(hashes)).collect()
     }
 
+    /// Decides how many workers of each role are wanted. Returns for each role the number, and the worker that is cheapest to lose. It is to
+    /// be called every [`WANTED_INTERVAL`](crate::WANTED_INTERVAL).
+    pub fn wanted(&mut self) -> Vec<(WorkerRole, usize, Option<usize>)> {
+        self.state.plan_workers();
+        let number = |worker_id: &String| worker_id.parse().expect("it is a number");
+        self.state.wanted.iter().map(|of| (of.role, of.wanted, of.cheapest_to_lose.as_ref().map(number))).collect()
+    }
+
     /// Places the request. Returns `None` if no worker can take it.
     pub fn place(&mut self, request: &VirtualRequest) -> Option<VirtualPlacement> {
         let placed = self.state.place(&placement_request(request), &Excluded::default(), request.attempt);
@@ -222,7 +232,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         has_images: false,
         account: "".into(),
         priority: Priority::default(),
-        max_wait: None,
+        max_wait: request.max_wait,
         equal_prompt: None,
         other_namespace_blocks: 0,
         endpoints: None,

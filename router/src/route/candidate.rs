@@ -5,12 +5,22 @@ use std::sync::Arc;
 use tandem_kv::ByTier;
 
 /// The role of a worker. A decode worker may also prefill.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WorkerRole {
     /// It computes the KV of prompts for decode workers.
     Prefill,
     /// It generates.
     Decode,
+}
+
+impl WorkerRole {
+    /// Returns the role's name in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
 }
 
 /// A value for each role.

@@ -11,9 +11,9 @@ use tandem_process::{Metrics, Shutdown};
 use tandem_proto::{
     channel, event_batch, snapshot_chunks,
     v1::{
-        AttemptFailed, Candidate, DescribeRequest, Failure, FailureReason, Placement, PrefillFinished, RoutePrompt, RouteReply,
-        RouteRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, WorkerView, WorkersReply,
-        WorkersRequest,
+        AttemptFailed, Candidate, DescribeRequest, DrainReply, DrainRequest, Failure, FailureReason, Placement, PrefillFinished,
+        RoutePrompt, RouteReply, RouteRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, WorkerView,
+        WorkersReply, WorkersRequest,
         control_server::{Control, ControlServer},
         route_reply, route_request,
         router_client::RouterClient,
@@ -90,6 +90,10 @@ impl Control for Service {
         let (replies, stream) = unbounded_channel();
         self.watches.send(FakeWatch { instance_id, events_over_nats, replies }).map_err(over)?;
         Ok(Response::new(Box::pin(UnboundedReceiverStream::new(stream))))
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        Err(Status::unimplemented("routers drain no worker"))
     }
 
     type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotChunk, Status>> + Send>>;

@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 use tandem_proto::v1::{
-    self, DescribeRequest, PrefillReply, PrefillRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
+    self, DescribeRequest, DrainReply, DrainRequest, PrefillReply, PrefillRequest, SnapshotChunk, SnapshotRequest, WatchReply,
+    WatchRequest, WorkerInfo,
     control_client::ControlClient,
     control_server::{Control, ControlServer},
     prefill_client::PrefillClient,
@@ -122,6 +123,10 @@ impl Control for RelayService {
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         ControlClient::new(self.to.clone()).watch(request.into_inner()).await
+    }
+
+    async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        ControlClient::new(self.to.clone()).drain(request.into_inner()).await
     }
 
     async fn snapshot(&self, request: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {

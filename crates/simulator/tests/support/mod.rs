@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub mod scaling;
 pub mod traffic;
 
 use std::{io::Write, ops::ControlFlow, path::Path, time::Duration};

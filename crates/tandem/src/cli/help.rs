@@ -8,7 +8,7 @@ use std::{ffi::OsString, fmt::Write as _};
 /// The groups of commands, in the order of the help.
 const GROUPS: [(&str, &[&str]); 4] = [
     ("Run a cluster", &["up", "router", "prefill-worker", "decode-worker", "frontend", "epp"]),
-    ("Use it", &["chat", "top", "why", "route"]),
+    ("Use it", &["chat", "top", "why", "route", "plan", "drain"]),
     ("Check it", &["ready", "bench", "audit"]),
     ("Set it up", &["model", "key", "cert", "completions", "man"]),
 ];

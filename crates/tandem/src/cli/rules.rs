@@ -51,6 +51,9 @@ const SETTINGS_OF_FRONTENDS: &[&str] =
 /// Settings of an endpoint picker whose router and workers are other processes.
 const SETTINGS_OF_PICKERS_ALONE: &[&str] = &["router", "etcd", "advertise", "cluster-cert", "cluster-cert-key", "cluster-ca"];
 
+/// Settings of a router, which an endpoint picker has only with its own router and workers.
+const SETTINGS_OF_ROUTERS: &[&str] = &["policy", "prefill", "slo-ttft", "slo-itl"];
+
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
     let is_set = |flag: &&&str| {
@@ -129,9 +132,15 @@ fn check_observing(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bo
     if let Some(flag) = SETTINGS_OF_PICKERS_ALONE.iter().find(|flag| has_workers && is_set(flag)) {
         return Err(format!("--{flag} cannot be used with --engine-url, which starts a router here; set only one of them"));
     }
-    // A file, which counts as a default, may have the policy for the router of its cluster.
-    let is_ignored = !has_workers && given.value_source("policy") != Some(ValueSource::DefaultValue);
-    if is_ignored { Err("--policy needs --engine-url here; it is a setting of `tandem router`".to_owned()) } else { Ok(()) }
+    // A file, which counts as a default, may have the settings for the router of its cluster.
+    let is_given = |flag: &&&str| {
+        let source = given.value_source(&flag.replace('-', "_"));
+        source.is_some_and(|source| source != ValueSource::DefaultValue)
+    };
+    match SETTINGS_OF_ROUTERS.iter().find(is_given).filter(|_| !has_workers) {
+        Some(flag) => Err(format!("--{flag} needs --engine-url here; it is a setting of `tandem router`")),
+        None => Ok(()),
+    }
 }
 
 /// Checks that the KV memory holds at least one block. The engine would round it up, and refuse nearly every prompt.
@@ -154,7 +163,9 @@ fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool)
         return if urls == 0 { Ok(()) } else { Err("--engine-url needs --engine vllm, sglang or llama-cpp".to_owned()) };
     };
     let name = engine.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-    if let Some(flag) = SETTINGS_OF_OWN_ENGINES.iter().find(&is_set) {
+    // With a router in the process, --slo-itl is also the router's service level.
+    let has_no_effect = |flag: &&&str| is_set(flag) && (role.ends_with("worker") || **flag != "slo-itl");
+    if let Some(flag) = SETTINGS_OF_OWN_ENGINES.iter().find(has_no_effect) {
         return Err(format!("--{flag} has no effect with --engine {name}; leave it out, and configure the {server} server"));
     }
     match engine {

@@ -21,7 +21,7 @@ use tandem_proto::{
     ClusterKey,
     channel::{self, Arrivals, Channel, Listener, Network},
     v1::{
-        DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
+        DescribeRequest, DrainReply, DrainRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
     },
 };
@@ -318,6 +318,10 @@ impl Control for UnavailableControl {
     type WatchStream = Replies<WatchReply>;
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        self.refuse()
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
         self.refuse()
     }
 

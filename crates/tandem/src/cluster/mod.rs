@@ -187,7 +187,8 @@ impl Cluster {
         let only_model = (extra.is_empty() && settings.model.engine.server().is_none()).then_some(&*model_id);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
-        parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
+        let levels = settings.router.levels(settings.worker.slo_itl);
+        parts.router(router_listener, (listed, peers), only_model, (&settings.router, levels), &back);
         let mut own = settings.frontend.settings(served, &RestartArgs::of_one_process(), settings.model.max_concurrent_requests);
         own.models.extend(extra);
         own.renderers = Some(own.renderers).filter(|own| !own.is_empty()).unwrap_or(renderers);

@@ -5,7 +5,7 @@ use crate::settings::{
     ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, PickerArgs, RouterArgs, TelemetryArgs, WorkerArgs,
 };
 use futures::FutureExt;
-use std::{convert::Infallible, fs, future::Future, net::SocketAddr, os::fd::AsFd, path::Path, time::Duration};
+use std::{convert::Infallible, fs, future::Future, net::SocketAddr, os::fd::AsFd, path::Path, sync::Arc, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
 use tandem_frontend::{ApiKeys, FrontendError, FrontendSettings, Passthrough, ServerCertificate, StartingAnswers};
@@ -24,10 +24,15 @@ use tandem_proto::{
     channel::{self, Arrivals, Channel, ClusterTls, Listener, Network, PeerRole},
     v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
 };
-use tandem_router::{RouterError, RouterSettings};
+use tandem_router::{RouterError, RouterSettings, ServiceLevels};
 use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
-use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
+use tokio::{
+    net::TcpListener,
+    sync::{Notify, mpsc},
+    task::JoinSet,
+    time::sleep,
+};
 
 /// Time limit of the wait for a first token. Clients and their proxies stop waiting within this time. A prefilled prompt waits equally long for a
 /// slot on its decode worker, because another prefill would not free one.
@@ -52,6 +57,8 @@ pub(super) struct ClusterParts {
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
     pub(super) broker: Option<Broker>,
+    /// Makes the process drain and end; `None`: a worker must not make it do so, because it has other parts.
+    pub(super) drain: Option<Arc<Notify>>,
     pub(super) metrics: Metrics,
     ends: mpsc::Receiver<StartError>,
     reports: mpsc::Sender<StartError>,
@@ -105,6 +112,7 @@ impl ClusterParts {
             access: AccessFiles::default(),
             tracer,
             broker: None,
+            drain: None,
             metrics,
             ends,
             reports,
@@ -223,6 +231,7 @@ impl ClusterParts {
             ledger: self.ledger.clone(),
             broker: self.broker.clone(),
             tracer: self.tracer.clone(),
+            drain: self.drain.clone(),
             withhold_cached_tokens: config.worker.withhold_cached_tokens,
         };
         let transfer_mode = match (config.worker.kv_transfer, config.model.engine) {
@@ -240,7 +249,7 @@ impl ClusterParts {
         listener: TcpListener,
         (workers, peers): (MemberSource, MemberSource),
         model: Option<&str>,
-        args: &RouterArgs,
+        (args, levels): (&RouterArgs, ServiceLevels),
         shutdown: &Shutdown,
     ) {
         let settings = RouterSettings {
@@ -256,6 +265,7 @@ impl ClusterParts {
             },
             policy: args.policy,
             prefill: args.prefill,
+            levels,
             ..Default::default()
         };
         let listener = self.listener(listener);

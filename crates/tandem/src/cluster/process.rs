@@ -11,7 +11,8 @@ use super::{
     weights::{DeviceShare, load_extra, load_served, with_parsers},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
-use std::{convert::Infallible, net::SocketAddr, time::Duration};
+use rustix::process::{Signal, getpid, kill_process};
+use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
 use tandem_frontend::FrontendSettings;
 use tandem_process::{
     Metrics, Shutdown, admin,
@@ -25,7 +26,7 @@ use tandem_proto::{
         worker_info::Role,
     },
 };
-use tokio::{net::TcpListener, time::timeout};
+use tokio::{net::TcpListener, sync::Notify, time::timeout};
 
 /// A process that does not answer its own readiness probe within this time is not ready.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
@@ -116,7 +117,8 @@ impl Process {
         let model = common.served_model_name.as_deref();
         process.register_as(discovery::Role::Router, discovery, address, model.unwrap_or_default(), common)?;
         let members = (settings.workers(), settings.peers());
-        process.parts.router(listener, members, model, &settings.router, &process.service);
+        let levels = settings.router.levels(settings.itl.slo_itl);
+        process.parts.router(listener, members, model, (&settings.router, levels), &process.service);
         Ok(process)
     }
 
@@ -144,6 +146,7 @@ impl Process {
         let peer = if role == Role::Decode { PeerRole::DecodeWorker } else { PeerRole::PrefillWorker };
         process.parts.open_cluster_tls(&settings.process.cluster_tls, peer)?;
         process.parts.open_ledger(&settings.worker)?;
+        process.parts.drain = Some(drain_like_sigterm(&process.service));
         let (listener, address) = process.open(settings.common.listen, &settings.process, answers).await?;
         let registration = discovery.registration(address)?;
         let id = settings.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
@@ -297,6 +300,19 @@ impl Drop for Process {
         self.service.stop();
         self.admin.stop();
     }
+}
+
+/// Returns a notification that makes this process drain and end, as SIGTERM does.
+fn drain_like_sigterm(shutdown: &Shutdown) -> Arc<Notify> {
+    let drain = Arc::new(Notify::new());
+    let notified = drain.clone();
+    shutdown.spawn(async move {
+        notified.notified().await;
+        if let Err(error) = kill_process(getpid(), Signal::TERM) {
+            tracing::error!(%error, "the process cannot drain because it cannot send itself SIGTERM");
+        }
+    });
+    drain
 }
 
 /// The readiness check of a router: it succeeds if the router could place a request now.

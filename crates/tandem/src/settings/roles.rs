@@ -3,7 +3,7 @@
 #![expect(missing_docs, reason = "the groups of settings document themselves")]
 
 use super::{
-    ClusterTlsArgs, CommonArgs, DiscoveryArgs, ExternalArgs, FrontendArgs, HostArgs, ModelArgs, NatsArgs, RestartArgs,
+    ClusterTlsArgs, CommonArgs, DiscoveryArgs, ExternalArgs, FrontendArgs, HostArgs, ItlArgs, ModelArgs, NatsArgs, RestartArgs,
     RouterArgs, WorkerArgs,
     common::{address, listen_address, with_commas},
     discovery::name,
@@ -110,6 +110,9 @@ pub struct EppProcess {
     #[command(flatten)]
     #[serde(flatten)]
     pub router: RouterArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub itl: ItlArgs,
 
     #[command(flatten)]
     #[serde(flatten)]
@@ -186,6 +189,9 @@ pub struct RouterProcess {
     #[command(flatten)]
     #[serde(flatten)]
     pub router: RouterArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub itl: ItlArgs,
 }
 
 /// The settings of `tandem prefill-worker` and `tandem decode-worker`.
@@ -255,7 +261,7 @@ impl EppProcess {
 
     /// Returns the settings of an endpoint picker with a router, and a worker for each server in `--engine-url`, in its process.
     pub fn with_workers(self) -> UpSettings {
-        let (external, router) = (self.external.clone(), self.router.clone());
+        let (external, router, slo_itl) = (self.external.clone(), self.router.clone(), self.itl.slo_itl);
         let (trust_engine_model, args) = (self.trust_engine_model, self.picker);
         let FrontendProcess { common, model, admin_listen, frontend, .. } = self.alone();
         let defaults = UpSettings::defaults();
@@ -263,7 +269,7 @@ impl EppProcess {
             common,
             model,
             trust_engine_model,
-            worker: WorkerArgs { external, ..defaults.worker },
+            worker: WorkerArgs { external, slo_itl, ..defaults.worker },
             router,
             frontend,
             picker: Some(PickerPorts { args, admin_listen }),

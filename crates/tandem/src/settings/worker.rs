@@ -40,7 +40,8 @@ pub struct WorkerArgs {
 
     /// Limit on the time between two tokens of an answer while prompts are computed, in milliseconds: steps with running answers get fewer tokens of
     /// prompts, so that these steps end in time. It never takes more than half of a step from them, so a limit below twice the time that a
-    /// step takes without their tokens is not kept. In `tandem bench` the same name limits the mean of an answer [default: 16 times the measured time of a step without prompts]
+    /// step takes without their tokens is not kept. In `tandem bench`, and for the number of wanted
+    /// workers, the same name limits the mean of an answer [default: 16 times the measured time of a step without prompts]
     #[arg(long, env = "TANDEM_SLO_ITL", value_name = "MS", value_parser = step_ms)]
     pub slo_itl: Option<f64>,
 
@@ -86,8 +87,8 @@ pub struct WorkerArgs {
     pub sim: SimArgs,
 }
 
-/// Parses the limit of a step's time. An hour is longer than any step.
-fn step_ms(text: &str) -> Result<f64, &'static str> {
+/// Parses a number of milliseconds. An hour is longer than any step, and than any service level.
+pub(super) fn step_ms(text: &str) -> Result<f64, &'static str> {
     let ms = super::sim::positive(text)?;
     if ms <= 3_600_000.0 { Ok(ms) } else { Err("write a number of milliseconds up to 3600000") }
 }

@@ -3,33 +3,16 @@
 mod screen;
 mod table;
 
-use crate::{
-    running::{self, RunningCluster},
-    server::{GRPC, HttpServer, ServerAddress, ServerPlace, TLS, kind, nothing_runs, running_at},
-    settings::{ClusterTlsArgs, KeyArgs},
-    terminal,
-};
-use anyhow::{Context, Error, Result, anyhow};
+use crate::{router_connection::RouterAddress, terminal};
+use anyhow::{Context, Result};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{KeyAction, Screen};
 use std::{
     io::{IsTerminal, stdin, stdout},
-    time::Duration,
+    time::{Duration, Instant},
 };
 use table::{Column, SortOrder, TextTable};
 use tandem_process::retry::error_chain;
-use tandem_proto::{
-    channel::{self, Channel, Network, PeerRole},
-    v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
-};
-use tokio::{
-    runtime::Runtime,
-    time::{Instant, timeout},
-};
-use tonic::Code;
-
-/// Time limit for a reply. A healthy router answers within milliseconds.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The maximum width of a table that is printed once, in columns: it can be read in a report or in half of a wide screen.
 const PLAIN_WIDTH: usize = 120;
@@ -37,16 +20,9 @@ const PLAIN_WIDTH: usize = 120;
 /// The arguments of `tandem top`.
 #[derive(clap::Args, Debug)]
 pub struct TopArgs {
-    /// The router: a port of this machine, host:port, or a URL, of its --listen, or the frontend of a `tandem up` that you run [default: the
-    /// `tandem up` that you run, or else 127.0.0.1:7000]
-    #[arg(value_name = "SERVER")]
-    router: Option<ServerAddress>,
-    /// The cluster key.
+    /// The router.
     #[command(flatten)]
-    key: KeyArgs,
-    /// The certificate with the role `tool`.
-    #[command(flatten)]
-    cluster_tls: ClusterTlsArgs,
+    router: RouterAddress,
     /// Seconds between two views; rates are taken over this time
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
     interval: f64,
@@ -65,101 +41,12 @@ fn interval(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds)).ok_or("write a number from 0.1 to 3600")
 }
 
-struct RouterConnection {
-    runtime: Runtime,
-    client: RouterClient<Channel>,
-    address: ServerAddress,
-    /// Whether the user has named no router and runs no cluster.
-    is_default: bool,
-}
-
-const WANTED: &str =
-    "`tandem top` reads a router: write the port of its --listen, which is 7000 unless set; `tandem up` prints it";
-
-const CERTIFICATE: &str = "for a router with a certificate, set --cluster-cert, --cluster-cert-key and --cluster-ca to the files tool.pem, \
-                           tool.key and ca.pem that its `tandem cert` has made; otherwise write the port of a router's --listen";
-
-struct WorkersView {
-    at: Instant,
-    reply: WorkersReply,
-}
-
-impl RouterConnection {
-    /// Connects to the named router, to the router of this user's only running cluster, or to the default address. A running cluster's file
-    /// has its key, which is used unless `--cluster-key-file` is given.
-    fn open(args: &TopArgs) -> Result<Self> {
-        let tls = args.cluster_tls.open(PeerRole::Tool, None)?;
-        let folders = running::folders();
-        let found = match &args.router {
-            Some(address) => running_at(&folders, address),
-            None => RunningCluster::only(&folders, "tandem top")?,
-        };
-        let key = match &found {
-            Some(cluster) if args.key.cluster_key_file.is_none() => cluster.key.read()?,
-            _ => args.key.read()?,
-        };
-        let is_default = found.is_none() && args.router.is_none();
-        let address = match (found, &args.router) {
-            (Some(cluster), _) => {
-                // Waits for a cluster that starts. If the frontend does not answer, the router may.
-                let _ = HttpServer::at(ServerPlace::of(&cluster)?)?.get("/ready");
-                cluster.router.to_string().parse().expect("the address is valid")
-            }
-            (None, Some(address)) => address.clone(),
-            (None, None) => "127.0.0.1:7000".parse().expect("the address is valid"),
-        };
-        let network = Network::tcp(key).with_tls(tls.map(|(tls, _)| tls));
-        Ok(Self { is_default, ..Self::connect(&address, &network)? })
-    }
-
-    fn connect(address: &ServerAddress, network: &Network) -> Result<Self> {
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
-        let endpoint = channel::endpoint(&address.host_port())?;
-        let channel = {
-            let _within = runtime.enter();
-            network.expecting(&[PeerRole::Router]).connect_lazy(&endpoint)
-        };
-        Ok(Self { runtime, client: RouterClient::new(channel), address: address.clone(), is_default: false })
-    }
-
-    fn view(&mut self) -> Result<WorkersView> {
-        let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
-        let unreachable = || match self.is_default {
-            true => nothing_runs("router", &self.address),
-            false => format!("no router answers at {}; {WANTED}", self.address),
-        };
-        let reply = match reply {
-            Ok(reply) => reply,
-            Err(late) => return Err(self.wrong_kind().unwrap_or_else(|| Error::new(late).context(unreachable()))),
-        };
-        let reply = reply.map_err(|status| match status.code() {
-            Code::Unauthenticated => anyhow!(
-                "the process at {} refuses the call: {}; only its user has the key of a `tandem up` without --cluster-key-file",
-                self.address,
-                status.message()
-            ),
-            Code::Unimplemented if kind(&self.address) == Some(GRPC) => {
-                anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address)
-            }
-            _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
-        })?;
-        Ok(WorkersView { at: Instant::now(), reply: reply.into_inner() })
-    }
-
-    /// Returns the error for an address at which no router answers this call; `None` if nothing answers at it.
-    fn wrong_kind(&self) -> Option<Error> {
-        let kind = kind(&self.address)?;
-        Some(anyhow!("{} is {kind}; {}", self.address, if kind == TLS { CERTIFICATE } else { WANTED }))
-    }
-}
-
 /// Shows the view until the user quits, and returns `None`. Without a terminal, or with `--once`, returns one table as text.
 ///
 /// # Errors
 /// Fails if the cluster key cannot be read, if the router does not answer, or if the terminal cannot be used.
 pub fn run(args: TopArgs) -> Result<Option<String>> {
-    let mut router = RouterConnection::open(&args)?;
+    let mut router = args.router.open("tandem top")?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut screen = Screen::new(SortOrder { by: args.sort, reverse: args.reverse });
     let before = router.view()?;

@@ -15,7 +15,8 @@ use tandem_process::{
 use tandem_proto::{
     ClusterKey, channel,
     v1::{
-        DescribeRequest, KvEventBatch, Load, SnapshotChunk, SnapshotRequest, Stored, WatchReply, WatchRequest, WorkerInfo,
+        DescribeRequest, DrainReply, DrainRequest, KvEventBatch, Load, SnapshotChunk, SnapshotRequest, Stored, WatchReply,
+        WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
         watch_reply::Message,
         worker_info::Role,
@@ -118,6 +119,10 @@ impl Control for Worker {
 
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
         Ok(Response::new(self.info.clone()))
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        Err(Status::unimplemented("no test drains this worker"))
     }
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {

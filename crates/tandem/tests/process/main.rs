@@ -8,6 +8,7 @@ mod canary;
 mod chat;
 mod cluster;
 mod command_line;
+mod drain;
 mod etcd;
 mod external;
 mod hostile;

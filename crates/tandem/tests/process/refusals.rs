@@ -9,7 +9,7 @@ use std::{net::SocketAddr, pin::Pin};
 use tandem_proto::{
     channel,
     v1::{
-        DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
+        DescribeRequest, DrainReply, DrainRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
         worker_info::Role,
     },
@@ -41,6 +41,10 @@ impl Control for FromTheFuture {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        Err(Status::internal("no process may call this method"))
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
         Err(Status::internal("no process may call this method"))
     }
 

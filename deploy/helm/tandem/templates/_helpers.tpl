@@ -225,6 +225,9 @@ capabilities: { drop: [ALL] }
 {{- if and $a.enabled (lt (int $a.maxReplicas) (int $a.minReplicas)) -}}
 {{- fail (printf "%s.autoscaling.maxReplicas is less than minReplicas" $role) -}}
 {{- end -}}
+{{- if and $a.enabled (default false $a.wanted) (not (or (hasKey $v.router.flags "slo-ttft") (hasKey $v.router.flags "slo-itl"))) -}}
+{{- fail (printf "%s.autoscaling.wanted needs slo-ttft or slo-itl in router.flags, in milliseconds" $role) -}}
+{{- end -}}
 {{- end -}}
 {{- range $role := list "frontend" "epp" "router" "prefill" "decode" -}}
 {{- range $flag := list "cluster" "cluster-key-file" "listen" "admin-listen" "advertise" "grace-period" "engine" "engine-url" "observe" "model" "served-model-name" "offline" "cluster-cert" "cluster-cert-key" "cluster-ca" "workers" "workers-file" "router" "peers" "etcd" "nats" "worker-id" "api-keys-file" "tls-cert" "tls-key" "tls-self-signed" -}}

@@ -5,7 +5,7 @@ use crate::{audit::LastAudit, clock::unix_ms, dispatch::DispatchError};
 use futures::{StreamExt, future::OptionFuture};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
-use tandem_proto::v1::{Identity, Load, PlacementTotals, TierView, WorkerInfo, WorkerView, WorkersReply};
+use tandem_proto::v1::{Identity, Load, PlacementTotals, TierView, WantedWorkers, WorkerInfo, WorkerView, WorkersReply};
 
 /// Each router's view of the cluster, by the router's address.
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
@@ -32,6 +32,7 @@ impl App {
             "unavailable_reason": ready.of_any().err().map(|why| why.to_string()),
             "routers": routers,
             "workers": workers(&replies),
+            "wanted": wanted(&replies),
             "unavailable": unavailable(&replies),
             "audit": audit.map(|found| match found {
                 Ok(found) => json!(found),
@@ -71,6 +72,22 @@ fn workers(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
         seen.entry((worker_id, instance_id)).or_default().push(worker);
     }
     seen.into_values().map(|views_of_it| worker(&views_of_it, replies.len())).collect()
+}
+
+/// Returns how many workers of each role every model's load needs: the highest number that a router wants.
+fn wanted(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
+    let mut highest: BTreeMap<(&str, &str), &WantedWorkers> = BTreeMap::new();
+    for of in replies.iter().flat_map(|(_, reply)| &reply.wanted) {
+        let known = highest.entry((&of.model, of.role().name())).or_insert(of);
+        if of.wanted > known.wanted {
+            *known = of;
+        }
+    }
+    let value = |((model, role), of): (_, &WantedWorkers)| {
+        let WantedWorkers { wanted, present, reason, cheapest_to_lose, .. } = of;
+        json!({ "model": model, "role": role, "wanted": wanted, "present": present, "reason": reason, "cheapest_to_lose": cheapest_to_lose })
+    };
+    highest.into_iter().map(value).collect()
 }
 
 fn worker(views: &[&WorkerView], routers: usize) -> Value {

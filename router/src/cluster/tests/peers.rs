@@ -336,3 +336,24 @@ fn peer_bookings_beyond_the_limit_are_ignored() {
     let refused = PeerReceiver::new(1).take(state);
     assert_eq!(refused, Err(ReplicationError::TooManyBookings { max: 1 }));
 }
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_a_peer_places_count_for_the_wanted_workers_of_both() {
+    let levels = crate::wanted::ServiceLevels { ttft: Some(std::time::Duration::from_secs(1)), itl: None };
+    let new = || Scenario::with(RouterSettings { levels, ..settings(PrefillPlace::Local) }, 0, 1);
+    let (mut one, mut other) = (new(), new());
+    let mut replica = Replica::open(&mut other.state);
+    replica.settle(&one.state, &mut other.state);
+    for _ in 0..200 {
+        let (booking, _) = one.place_hashes(5_000, [].into());
+        replica.settle(&one.state, &mut other.state);
+        one.state.release(booking);
+        tokio::time::advance(std::time::Duration::from_millis(250)).await;
+    }
+    for scenario in [&mut one, &mut other] {
+        let load = Load { prefill_tokens_per_second: 10_000.0, prefill_measurements: 1, ..Load::default() };
+        scenario.reports("d0", Vec::new(), load, &[]);
+        scenario.state.plan_workers();
+        assert!(scenario.state.wanted[0].wanted >= 3, "{:?}", scenario.state.wanted);
+    }
+}

@@ -6,7 +6,7 @@ import { about } from './terms.js';
 const rows = new Map();
 
 export function showCluster(cluster) {
-  byId('front').replaceChildren(frontend(cluster), ...cluster.routers.map(router), ...audit(cluster));
+  byId('front').replaceChildren(frontend(cluster), ...cluster.routers.map(router), ...cluster.wanted.map(wanted), ...audit(cluster));
   for (const role of ['prefill', 'decode']) {
     const workers = cluster.workers.filter((worker) => worker.role === role || (role === 'decode' && worker.role === 'unknown'));
     const decodeWorkersPrefill = role === 'prefill' && cluster.workers.length > 0;
@@ -40,6 +40,14 @@ function router({ address, problem, bookings, peer_bookings, peers, synced_worke
     el('p', {}, address),
     summary && el('p', {}, summary),
     problem && el('p', { class: 'problem' }, problem));
+}
+
+// Shows how many workers of a role the load needs, if the routers have service levels.
+function wanted({ model, role, wanted: number, present, reason, cheapest_to_lose: cheapest }) {
+  return el('li', { class: 'card', 'data-wanted': role },
+    el('div', { class: 'card-head' }, el('b', {}, `${role} workers`), badge(`${count(number)} wanted`, number > present ? 'bad' : 'good')),
+    el('p', {}, `${model}: ${count(present)} present${number < present && cheapest ? `; first to lose: ${cheapest}` : ''}`),
+    el('p', { class: 'quiet' }, reason));
 }
 
 // Shows the result of the last `tandem audit check`, if this frontend has its file.

@@ -1,0 +1,190 @@
+//! Simulates a cluster whose number of workers follows a rule: the router's wanted number, a Kubernetes HorizontalPodAutoscaler on the number
+//! of waiting requests, or a schedule that is known in advance.
+
+use crate::{
+    simulation::{Simulation, SimulationEvent, micros},
+    worker::SimulatedEngine,
+};
+use std::{collections::VecDeque, time::Duration};
+use tandem_router::{VirtualRouter, WANTED_INTERVAL, WorkerRole};
+
+/// How the number of workers follows the load.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scaling {
+    /// The rule that chooses the number.
+    pub rule: ScalingRule,
+    /// The time from the decision to start a worker until it joins. It is paid for from the decision on.
+    pub start: Duration,
+    /// The maximum number of workers of each role.
+    pub workers_max: usize,
+}
+
+/// A rule that chooses the number of workers of each role.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ScalingRule {
+    /// The router's `tandem_router_wanted_workers`, and its worker that is cheapest to lose.
+    Wanted,
+    /// A HorizontalPodAutoscaler with its defaults (tolerance 10 %, doubling or four pods in 15 s, 300 s of stabilization before it removes
+    /// pods), on the mean of a worker's number of requests over the last minute.
+    Autoscaler {
+        /// Which requests are counted.
+        counted: CountedRequests,
+        /// The mean that the autoscaler keeps.
+        target: f64,
+    },
+    /// From each of these times on, this many decode workers have joined. Workers are started in time.
+    Schedule(Vec<(Duration, usize)>),
+}
+
+/// The requests that an autoscaler counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CountedRequests {
+    /// Those that wait in a worker's queue: `tandem_worker_queue_depth`, vLLM's `num_requests_waiting`.
+    Waiting,
+    /// Those that wait or run.
+    All,
+}
+
+/// The number of decisions over which an autoscaler's metric is averaged: one minute.
+const AVERAGED: usize = 4;
+
+/// The state of a cluster whose number of workers changes.
+pub(crate) struct Scaler {
+    settings: Scaling,
+    /// The roles of the cluster at the beginning.
+    roles: Vec<WorkerRole>,
+    /// The workers that have been started and have not joined: the role, and the time of joining. The latest one is last.
+    starting: VecDeque<(WorkerRole, u64)>,
+    /// For each role, the numbers that the autoscaler found desirable in the last 300 s, and the metrics of the last minute.
+    desired: Vec<(VecDeque<(u64, usize)>, VecDeque<f64>)>,
+}
+
+impl Scaler {
+    pub(crate) fn new(settings: Scaling, roles: impl Iterator<Item = WorkerRole>) -> Self {
+        let mut roles: Vec<WorkerRole> = roles.collect();
+        roles.sort();
+        roles.dedup();
+        let desired = vec![<_>::default(); roles.len()];
+        Self { settings, roles, starting: VecDeque::new(), desired }
+    }
+
+    /// Returns how many workers of the role are to be there, and the worker to remove first. `workers` are those that are there.
+    fn decide(
+        &mut self,
+        at: usize,
+        now: u64,
+        router: &mut VirtualRouter,
+        workers: &[&SimulatedEngine],
+    ) -> (usize, Option<usize>) {
+        let present = workers.len();
+        let (role, starting) = (self.roles[at], self.starting.iter().filter(|(role, _)| *role == self.roles[at]).count());
+        let (number, cheapest) = match &self.settings.rule {
+            ScalingRule::Wanted => match router.wanted().into_iter().find(|wanted| wanted.0 == role) {
+                Some((_, wanted, cheapest)) => (wanted, cheapest),
+                None => (present + starting, None),
+            },
+            ScalingRule::Schedule(numbers) => {
+                let joined = now + micros(self.settings.start);
+                // A worker is removed when it is not scheduled any more, and started in time for its schedule.
+                let at =
+                    |time: u64| numbers.iter().rev().find(|(from, _)| micros(*from) <= time).map_or(1, |(_, number)| *number);
+                let from_now = numbers.iter().filter(|(from, _)| (now..=joined).contains(&micros(*from)));
+                (from_now.map(|(_, number)| *number).max().unwrap_or(0).max(at(now)), None)
+            }
+            &ScalingRule::Autoscaler { counted, target } => {
+                let (current, (recent, metrics)) = (present + starting, &mut self.desired[at]);
+                let load = workers.iter().map(|worker| match counted {
+                    CountedRequests::Waiting => worker.load().waiting_requests,
+                    CountedRequests::All => worker.load().waiting_requests + worker.load().running_sequences,
+                });
+                metrics.push_back(f64::from(load.sum::<u32>()));
+                if metrics.len() > AVERAGED {
+                    metrics.pop_front();
+                }
+                let pods = metrics.iter().sum::<f64>() / metrics.len() as f64 / target;
+                // Pods that are not ready count as idle when pods are added, and as if they met the target when pods are removed.
+                let ratio = pods / present.max(1) as f64;
+                let wanted = match ratio {
+                    0.9..=1.1 => current,
+                    1.1.. => current.max(pods.ceil() as usize),
+                    _ => (pods.ceil() as usize + starting).max(1),
+                };
+                let wanted = wanted.min((current * 2).max(current + 4));
+                recent.push_back((now, wanted));
+                recent.retain(|(at, _)| now - at <= 300_000_000);
+                let stable = recent.iter().map(|(_, wanted)| *wanted).max().unwrap_or(wanted);
+                (if wanted < current { stable.min(current) } else { wanted }, None)
+            }
+        };
+        (number.clamp(1, self.settings.workers_max), cheapest)
+    }
+}
+
+impl Simulation<'_> {
+    pub(crate) fn schedule_scaling(&mut self, now: u64) {
+        if self.scaler.is_some() {
+            self.at(now + micros(WANTED_INTERVAL), SimulationEvent::Scale);
+        }
+    }
+
+    /// Changes the numbers of workers as the rule says.
+    pub(crate) fn scale(&mut self, now: u64) {
+        let Some(mut scaler) = self.scaler.take() else { return };
+        for at in 0..scaler.roles.len() {
+            let role = scaler.roles[at];
+            let present: Vec<usize> = (0..self.workers.len()).filter(|number| self.workers[*number].serves(role)).collect();
+            let workers: Vec<&SimulatedEngine> = present.iter().map(|number| &self.workers[*number]).collect();
+            let (wanted, cheapest) = scaler.decide(at, now, &mut self.router, &workers);
+            let starting = scaler.starting.iter().filter(|(of, _)| *of == role).count();
+            self.totals.changes += u64::from(wanted != present.len() + starting);
+            for _ in present.len() + starting..wanted {
+                let joins = now + micros(scaler.settings.start);
+                scaler.starting.push_back((role, joins));
+                self.at(joins, SimulationEvent::Started);
+            }
+            let mut surplus = (present.len() + starting).saturating_sub(wanted);
+            while surplus > 0
+                && let Some(last) = scaler.starting.iter().rposition(|(of, _)| *of == role)
+            {
+                let (_, joins) = scaler.starting.remove(last).expect("the position was found");
+                self.totals.paid += Duration::from_micros(now - (joins - micros(scaler.settings.start)));
+                surplus -= 1;
+            }
+            // The router names one worker at a time, so at most one is removed in an interval by its rule.
+            let leaving: Vec<usize> = match cheapest {
+                Some(cheapest) => vec![cheapest],
+                None => present.into_iter().rev().collect(),
+            };
+            for number in leaving.into_iter().take(surplus) {
+                self.workers[number].drains = true;
+                self.router.leave(number);
+                self.end_if_drained(now, number);
+            }
+        }
+        self.scaler = Some(scaler);
+        self.schedule_scaling(now);
+    }
+
+    /// Adds the worker that is due to join now, unless it is not wanted any more.
+    pub(crate) fn started(&mut self, now: u64) {
+        let Some(scaler) = &mut self.scaler else { return };
+        let Some(due) = scaler.starting.iter().position(|(_, joins)| *joins == now) else { return };
+        let (role, _) = scaler.starting.remove(due).expect("the position was found");
+        self.totals.paid += scaler.settings.start;
+        self.add_worker(role, now);
+    }
+
+    /// Ends a worker that drains if it has no request any more.
+    pub(crate) fn end_if_drained(&mut self, now: u64, number: usize) {
+        let worker = &mut self.workers[number];
+        if worker.present && worker.drains && worker.is_idle() {
+            worker.present = false;
+            self.totals.paid += Duration::from_micros(now - worker.since);
+        }
+    }
+
+    /// Returns the time for which the present workers are paid until now.
+    pub(crate) fn paid_by_present(&self, now: u64) -> Duration {
+        Duration::from_micros(self.workers.iter().filter(|worker| worker.present).map(|worker| now - worker.since).sum())
+    }
+}
