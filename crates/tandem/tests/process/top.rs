@@ -88,7 +88,7 @@ fn commands_accept_each_spelling_of_a_server_and_identify_a_server_of_the_wrong_
     let chat = ["chat"];
     let (prefill, grpc) = (prefill.to_string(), grpc.as_str());
     for (command, server, kind) in [
-        (&top[..], &*api, " is a frontend; `tandem top` reads a router"),
+        (&top[..], &*api, " is a frontend; this command reads a router"),
         (&top, router.address(), " is the admin port of a router; `tandem top`"),
         (&top, &prefill, " is the gRPC port of a worker; `tandem top`"),
         (&["ready"], grpc, GRPC),
