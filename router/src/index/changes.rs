@@ -12,7 +12,7 @@ use std::collections::{BTreeSet, VecDeque};
 use tandem_kv::SequenceHash;
 
 /// The slots of a block are prefetched this many blocks before they are needed.
-pub(super) const AHEAD: usize = 16;
+const AHEAD: usize = 48;
 
 /// The data that changes need and lookups do not need.
 pub(super) struct IndexWriter {
@@ -194,6 +194,9 @@ impl PrefixIndex {
         mut hashes: &[SequenceHash],
         skipped: &mut Skipped,
     ) -> bool {
+        // The first slots are read while the searches for the parent and for the run wait for other memory.
+        let blocks = &writer.rows[row as usize].blocks;
+        hashes.iter().take(4).for_each(|hash| blocks.prefetch(self.mix(*hash)));
         // The place of the next block, if that block belongs to the same run as the block before it.
         let mut next = None;
         if let Some(parent) = parent {

@@ -13,6 +13,8 @@ use super::prefetch::prefetch;
 /// The number 1 in each byte.
 const BYTES: u64 = 0x0101_0101_0101_0101;
 const BUCKET_SLOTS: usize = 7;
+/// This bit of a full bucket's tags says that searches for entries in later buckets may pass this bucket.
+const OVERFULL: u64 = 1 << 63;
 /// Maximum average number of entries in a bucket. Searches in fuller tables take longer.
 const BUCKET_ENTRIES: usize = 4;
 /// A segment has 64 KiB. Splitting or merging takes about 50 microseconds.
@@ -50,7 +52,7 @@ struct Segment {
 #[derive(Clone, Copy, Default)]
 #[repr(align(64))]
 struct TableBucket {
-    /// The tag of each slot; 0 for an empty slot. The last byte is always 0.
+    /// The tag of each slot; 0 for an empty slot. The last byte is 0 unless the bucket is [`OVERFULL`].
     tags: u64,
     /// The entries; 0 in an empty slot.
     slots: [u64; BUCKET_SLOTS],
@@ -131,15 +133,16 @@ impl Segment {
         }
     }
 
-    /// Returns the position of the first empty slot for an entry with this fingerprint.
-    fn empty(&self, fingerprint: u64) -> SlotPosition {
-        let mut bucket = self.home(fingerprint);
-        loop {
-            if let Some(slot) = self.buckets[bucket].first_empty() {
-                return SlotPosition { bucket, slot };
-            }
-            bucket = (bucket + 1) & self.mask();
+    /// Adds an entry, for which a search ends at `at`.
+    #[inline]
+    fn add(&mut self, at: SlotPosition, entry: u64) {
+        let mut passed = self.home(entry >> VALUE_BITS);
+        while passed != at.bucket {
+            self.buckets[passed].tags |= OVERFULL;
+            passed = (passed + 1) & self.mask();
         }
+        self.set(at, entry);
+        self.len += 1;
     }
 
     /// Fills or empties a slot.
@@ -152,8 +155,15 @@ impl Segment {
     }
 
     fn push(&mut self, entry: u64) {
-        self.set(self.empty(entry >> VALUE_BITS), entry);
-        self.len += 1;
+        // This loop is quicker than `search`, which compares tags.
+        let mut bucket = self.home(entry >> VALUE_BITS);
+        let slot = loop {
+            match self.buckets[bucket].first_empty() {
+                Some(slot) => break slot,
+                None => bucket = (bucket + 1) & self.mask(),
+            }
+        };
+        self.add(SlotPosition { bucket, slot }, entry);
     }
 
     fn entries(&self) -> Vec<u64> {
@@ -169,10 +179,9 @@ impl Segment {
 
     #[inline]
     fn vacate(&mut self, at: SlotPosition) {
-        let was_full = self.buckets[at.bucket].first_empty().is_none();
         self.set(at, 0);
         self.len -= 1;
-        if was_full {
+        if self.buckets[at.bucket].tags & OVERFULL != 0 {
             self.refill(at);
         }
     }
@@ -186,7 +195,7 @@ impl Segment {
         while more {
             bucket = (bucket + 1) & mask;
             let slots = &self.buckets[bucket];
-            more = slots.first_empty().is_none();
+            more = slots.tags & OVERFULL != 0;
             let is_late = |entry: &u64| {
                 let home = self.home(entry >> VALUE_BITS);
                 *entry != 0 && bucket.wrapping_sub(home) & mask >= bucket.wrapping_sub(hole.bucket) & mask
@@ -197,6 +206,7 @@ impl Segment {
                 self.set(hole, 0);
             }
         }
+        self.buckets[hole.bucket].tags &= !OVERFULL;
     }
 
     fn resized(&self, buckets: usize) -> Self {
@@ -262,8 +272,7 @@ impl HashTable {
         let fingerprint = fingerprint(hash);
         let segment = self.segment_mut(fingerprint);
         let Err(at) = segment.search(fingerprint, is_it) else { return false };
-        segment.set(at, fingerprint << VALUE_BITS | value);
-        segment.len += 1;
+        segment.add(at, fingerprint << VALUE_BITS | value);
         let is_full = segment.len > segment.buckets.len() * BUCKET_ENTRIES;
         self.len += 1;
         if is_full {
@@ -399,6 +408,20 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
+    /// Checks that each bucket knows that entries may be behind it.
+    fn check(segment: &Segment) {
+        for (number, bucket) in segment.buckets.iter().enumerate() {
+            assert!(bucket.tags & OVERFULL == 0 || bucket.first_empty().is_none());
+            for entry in bucket.slots.into_iter().filter(|entry| *entry != 0) {
+                let mut passed = segment.home(entry >> VALUE_BITS);
+                while passed != number {
+                    assert!(segment.buckets[passed].tags & OVERFULL != 0, "a search for {entry} passes bucket {passed}");
+                    passed = (passed + 1) & segment.mask();
+                }
+            }
+        }
+    }
+
     /// The table must always equal a set of pairs, while it grows to several segments and shrinks again.
     #[test]
     fn table_equals_set_while_it_grows_and_shrinks() {
@@ -420,6 +443,7 @@ mod tests {
                 assert_eq!(table.find(hash(key), |value| value == key + 1), None);
             }
             assert_eq!(table.len(), set.len());
+            table.segments.iter().chain([&table.small]).for_each(check);
             for key in &set {
                 assert_eq!(table.find(hash(*key), |value| value == key + 1), Some(key + 1), "{key}");
             }
