@@ -48,6 +48,15 @@ pub enum CountedRequests {
 /// The number of decisions over which an autoscaler's metric is averaged: one minute.
 const AVERAGED: usize = 4;
 
+/// What an autoscaler remembers of one role.
+#[derive(Clone, Default)]
+struct Autoscaled {
+    /// The numbers that it found desirable in the last 300 s.
+    desired: VecDeque<(u64, usize)>,
+    /// The numbers of requests in the last minute.
+    requests: VecDeque<f64>,
+}
+
 /// The state of a cluster whose number of workers changes.
 pub(crate) struct Scaler {
     settings: Scaling,
@@ -55,8 +64,8 @@ pub(crate) struct Scaler {
     roles: Vec<WorkerRole>,
     /// The workers that have been started and have not joined: the role, and the time of joining. The latest one is last.
     starting: VecDeque<(WorkerRole, u64)>,
-    /// For each role, the numbers that the autoscaler found desirable in the last 300 s, and the metrics of the last minute.
-    desired: Vec<(VecDeque<(u64, usize)>, VecDeque<f64>)>,
+    /// The memory of an autoscaler for each role.
+    autoscaled: Vec<Autoscaled>,
 }
 
 impl Scaler {
@@ -64,8 +73,8 @@ impl Scaler {
         let mut roles: Vec<WorkerRole> = roles.collect();
         roles.sort();
         roles.dedup();
-        let desired = vec![<_>::default(); roles.len()];
-        Self { settings, roles, starting: VecDeque::new(), desired }
+        let autoscaled = vec![Autoscaled::default(); roles.len()];
+        Self { settings, roles, starting: VecDeque::new(), autoscaled }
     }
 
     /// Returns how many workers of the role are to be there, and the worker to remove first. `workers` are those that are there.
@@ -92,7 +101,8 @@ impl Scaler {
                 (from_now.map(|(_, number)| *number).max().unwrap_or(0).max(at(now)), None)
             }
             &ScalingRule::Autoscaler { counted, target } => {
-                let (current, (recent, metrics)) = (present + starting, &mut self.desired[at]);
+                let (current, memory) = (present + starting, &mut self.autoscaled[at]);
+                let Autoscaled { desired: recent, requests: metrics } = memory;
                 let load = workers.iter().map(|worker| match counted {
                     CountedRequests::Waiting => worker.load().waiting_requests,
                     CountedRequests::All => worker.load().waiting_requests + worker.load().running_sequences,

@@ -9,10 +9,11 @@ use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{KeyAction, Screen};
 use std::{
     io::{IsTerminal, stdin, stdout},
-    time::{Duration, Instant},
+    time::Duration,
 };
 use table::{Column, SortOrder, TextTable};
 use tandem_process::retry::error_chain;
+use tokio::time::Instant;
 
 /// The maximum width of a table that is printed once, in columns: it can be read in a report or in half of a wide screen.
 const PLAIN_WIDTH: usize = 120;
