@@ -168,7 +168,9 @@ impl<'a> Simulation<'a> {
             });
             if due.is_none() && self.in_flight == 0 {
                 // The only events that are left concern workers, so no further request can end.
-                self.totals.paid += self.paid_by_present(now);
+                if self.scaler.is_some() {
+                    self.totals.paid += self.paid_by_present(now);
+                }
                 break;
             }
             let next = self.events.peek().map(|Reverse((at, _, _))| *at);
