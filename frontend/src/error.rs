@@ -71,8 +71,8 @@ pub(crate) enum ApiError {
     )]
     Untrusted { header: HeaderName },
     #[error(
-        "This page is for the operator, and is not shown to this client. Open it on the frontend's --admin-listen, or from an address that \
-         --trusted-proxies and --expose-details of the frontend allow."
+        "This page is for the operator, and is not shown to this client. The operator can allow its address with --trusted-proxies ADDRESS, \
+         or all addresses with --expose-details always; `tandem frontend` can also show the page on a port of its own, --admin-listen."
     )]
     UntrustedPage,
     #[error(

@@ -56,14 +56,23 @@ fn records(server: &HttpServer) -> Result<Vec<Value>> {
         Some(records) if reply.status == 200 => Ok(records.clone()),
         _ => match kind(&server.address) {
             Some(other) if other != "a frontend" => bail!("{} is {other}; {WANTED}", server.address),
-            _ => bail!(
-                "the frontend at {} does not show its dashboard here (HTTP status {}): write the address of its --admin-listen, ask it from a \
-                 trusted address, or start it with --dashboard-requests above 0",
-                server.address,
-                reply.status
-            ),
+            _ => bail!("the frontend at {} {}", server.address, refusal(reply.status)),
         },
     }
+}
+
+/// Returns why a frontend has answered a request for its records with this HTTP status.
+fn refusal(status: u16) -> String {
+    let advice = match status {
+        403 => {
+            "shows its dashboard to trusted addresses only: start it with --trusted-proxies ADDRESS, the address that you ask it from, or with \
+             --expose-details always"
+        }
+        _ => {
+            "has no dashboard here: write the address of its --admin-listen if it has one, or start it with --dashboard-requests above 0"
+        }
+    };
+    format!("{advice} (HTTP status {status})")
 }
 
 /// Returns the records of the prompts of a request, or of the one prompt with this id.
@@ -152,6 +161,14 @@ mod tests {
         {
             let error = explained(&record("a-0", &prefix)).expect_err("there are no causes").to_string();
             assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn refusal_names_the_flags_that_help() {
+        for (status, flag, other) in [(403, "--trusted-proxies", "--dashboard"), (404, "--dashboard-requests", "--trusted")] {
+            let text = refusal(status);
+            assert!(text.contains(flag) && !text.contains(other) && text.contains(&status.to_string()), "{text}");
         }
     }
 
