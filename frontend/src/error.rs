@@ -80,6 +80,8 @@ pub(crate) enum ApiError {
          Anthropic's clients without /v1."
     )]
     UnknownPath,
+    #[error("This page is on another port of this server, that of its --admin-listen.")]
+    OnAdminPort,
     #[error("This path does not allow this method; see /openapi.json.")]
     Method,
     #[error("The name in the header 'Host' is not one of this server's; use its IP address, or add the name to --allowed-hosts.")]
@@ -153,7 +155,7 @@ impl ApiError {
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),
-            Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
+            Self::AdminExplains | Self::OnAdminPort => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
             Self::Origin => client(StatusCode::FORBIDDEN, None, Some("foreign_origin")),
             Self::Connections => unavailable("too_many_connections"),
             Self::Starting { .. } => unavailable("starting"),

@@ -1,7 +1,7 @@
 //! `tandem why`: says why tokens of a recent prompt were not cached, from the records of the frontend's dashboard.
 
 use crate::{
-    server::{HttpServer, KEY_VARIABLE, ServerArgs, kind},
+    server::{FRONTEND, FRONTEND_ADMIN, HttpServer, KEY_VARIABLE, ServerArgs, kind},
     text_table::text_table,
 };
 use anyhow::{Context, Result, bail, ensure};
@@ -55,7 +55,7 @@ fn records(server: &HttpServer) -> Result<Vec<Value>> {
     match body["requests"].as_array() {
         Some(records) if reply.status == 200 => Ok(records.clone()),
         _ => match kind(&server.address) {
-            Some(other) if other != "a frontend" => bail!("{} is {other}; {WANTED}", server.address),
+            Some(other) if ![FRONTEND, FRONTEND_ADMIN].contains(&other) => bail!("{} is {other}; {WANTED}", server.address),
             _ => bail!("the frontend at {} {}", server.address, refusal(reply.status)),
         },
     }
