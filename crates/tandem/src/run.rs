@@ -138,7 +138,8 @@ where
     let changed = command.changed(role);
     let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
     let (delay, grace) = (Duration::from_secs(delay_s.into()), Duration::from_secs(grace_period));
-    serve::run(&telemetry, (delay, grace), &changed, start(command.role))
+    let unknown = Cli::unknown_variables(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()));
+    serve::run(&telemetry, (delay, grace), &changed, &unknown, start(command.role))
 }
 
 /// Writes one line about a failure or an incomplete result to stderr.
