@@ -69,8 +69,8 @@ struct RouterConnection {
     runtime: Runtime,
     client: RouterClient<Channel>,
     address: ServerAddress,
-    /// Whether the user has named no router and runs no cluster.
-    is_default: bool,
+    /// The message if no router answers.
+    missing: String,
 }
 
 const WANTED: &str =
@@ -109,7 +109,8 @@ impl RouterConnection {
             (None, None) => "127.0.0.1:7000".parse().expect("the address is valid"),
         };
         let network = Network::tcp(key).with_tls(tls.map(|(tls, _)| tls));
-        Ok(Self { is_default, ..Self::connect(&address, &network)? })
+        let router = Self::connect(&address, &network)?;
+        Ok(if is_default { Self { missing: nothing_runs("router", &address), ..router } } else { router })
     }
 
     fn connect(address: &ServerAddress, network: &Network) -> Result<Self> {
@@ -120,18 +121,15 @@ impl RouterConnection {
             let _within = runtime.enter();
             network.expecting(&[PeerRole::Router]).connect_lazy(&endpoint)
         };
-        Ok(Self { runtime, client: RouterClient::new(channel), address: address.clone(), is_default: false })
+        let missing = format!("no router answers at {address}; {WANTED}");
+        Ok(Self { runtime, client: RouterClient::new(channel), address: address.clone(), missing })
     }
 
     fn view(&mut self) -> Result<WorkersView> {
         let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
-        let unreachable = || match self.is_default {
-            true => nothing_runs("router", &self.address),
-            false => format!("no router answers at {}; {WANTED}", self.address),
-        };
         let reply = match reply {
             Ok(reply) => reply,
-            Err(late) => return Err(self.wrong_kind().unwrap_or_else(|| Error::new(late).context(unreachable()))),
+            Err(late) => return Err(self.wrong_kind().unwrap_or_else(|| Error::new(late).context(self.missing.clone()))),
         };
         let reply = reply.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!(
@@ -142,8 +140,9 @@ impl RouterConnection {
             Code::Unimplemented if kind(&self.address) == Some(GRPC) => {
                 anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address)
             }
-            _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
+            _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(self.missing.clone())),
         })?;
+        self.missing = format!("the router at {} does not answer any more", self.address);
         Ok(WorkersView { at: Instant::now(), reply: reply.into_inner() })
     }
 
@@ -172,11 +171,12 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
     let mut terminal = ratatui::try_init().context("cannot draw on this terminal; set --once to print a plain table")?;
     let shown = (|| -> Result<()> {
         let (mut before, mut now) = (None, before);
-        let mut problem = None;
+        let mut problem: Option<String> = None;
         loop {
+            let stale = problem.as_deref().map(|problem| (problem, now.at.elapsed()));
             let earlier = before.as_ref().unwrap_or(&now);
             let table = screen.sorted(TextTable::new(&now.reply, &earlier.reply, now.at - earlier.at));
-            terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
+            terminal.draw(|frame| screen.draw(frame, &table, stale))?;
             let due = Instant::now() + interval;
             loop {
                 let left = due.saturating_duration_since(Instant::now());
@@ -192,14 +192,14 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                     _ => continue,
                 }
                 let table = screen.sorted(table.clone());
-                terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
+                terminal.draw(|frame| screen.draw(frame, &table, stale))?;
             }
             match router.view() {
                 Ok(view) => {
                     before = Some(std::mem::replace(&mut now, view));
                     problem = None;
                 }
-                // If the router does not answer, the last view stays on the screen with the error.
+                // If the router does not answer, the last view stays on the screen with its age and the error.
                 Err(error) => problem = Some(error_chain(error.as_ref())),
             }
         }
