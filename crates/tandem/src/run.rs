@@ -12,6 +12,7 @@ use crate::{
     explain, key, ready, running,
     serve::{self, print, printable},
     settings::CommonArgs,
+    text_table::counted,
     why,
 };
 #[cfg(feature = "load")]
@@ -112,8 +113,8 @@ fn audit(command: AuditCommand) -> anyhow::Result<()> {
             }
             anyhow::ensure!(
                 findings.is_empty(),
-                "{} findings: usage, ledgers and metrics do not reconcile; the findings are listed above",
-                findings.len()
+                "{}: usage, ledgers and metrics do not reconcile; the list is above",
+                counted(findings.len(), "finding")
             );
         }
     }
