@@ -23,9 +23,7 @@ pub(crate) enum ApiError {
     Request(#[from] RequestError),
     #[error("The body is larger than {max} bytes.")]
     BodyTooLarge { max: usize },
-    #[error(
-        "The body arrived more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection."
-    )]
+    #[error("The body arrived more slowly than {bytes_per_second} bytes a second; send it again over a faster connection.")]
     BodySlow { bytes_per_second: u32 },
     #[error("The body ended early, or one of its chunks is malformed; check Content-Length or Transfer-Encoding.")]
     BodyBroken,

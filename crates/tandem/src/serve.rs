@@ -19,8 +19,8 @@ use tandem_process::{
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Serves until Ctrl-C, SIGTERM or SIGHUP. Then the process announces its end, drains after `delay`, and gives running requests `grace`. A
-/// second signal ends the process at once. `changed` has the settings that differ from the defaults, and `unknown` the environment variables that
-/// look like settings; they are logged at the start.
+/// second signal ends the process at once. The settings that differ from the defaults (`changed`), and the environment variables that only
+/// look like settings (`unknown`), are logged at the start.
 ///
 /// # Errors
 /// Fails if the log filter is invalid, if the start fails, if one of the process's services fails, or if a second signal ends the draining.
