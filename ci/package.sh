@@ -105,7 +105,7 @@ build_tarball() {
 # The image has the program, this distribution's glibc and certificates, and nothing that could be run besides.
 build_image() {
     local context="$work/image" root="$work/image/root"
-    mkdir -p "$context/models" "$root/etc/ssl/certs" "$root/usr/share/doc"
+    mkdir -p "$context/home/models" "$root/etc/ssl/certs" "$root/usr/share/doc"
     (cd "$work" && apt-get download -q libc6 ca-certificates)
     for package in "$work"/libc6_*.deb "$work"/ca-certificates_*.deb; do dpkg-deb --extract "$package" "$root"; done
     cat "$root"/usr/share/ca-certificates/mozilla/*.crt >"$root/etc/ssl/certs/ca-certificates.crt"
@@ -196,7 +196,7 @@ prove() {
     serves tarball "$work/$name/bin/tandem"
 
     docker load -q -i "$out/$name-image.tar.gz"
-    contains image -- up --engine sim
+    contains image --read-only --tmpfs /tmp --env XDG_RUNTIME_DIR=/tmp -- up --engine sim
     first_answer "$wheel"
     # The image has no pip, so the model is in a folder of the host.
     chmod -R a+rX "$work/models"
@@ -210,10 +210,11 @@ contains() {
     while [ "${1:---}" != -- ]; do options+=("$1"); shift; done
     shift
     printf '\n== %s: %s\n' "$what" "$(docker run --rm "$image" --version)"
-    process=$(docker run -d --network none --read-only --cap-drop ALL --security-opt no-new-privileges "${options[@]}" "$image" "$@")
+    process=$(docker run -d --network none --cap-drop ALL --security-opt no-new-privileges "${options[@]}" "$image" "$@")
     # shellcheck disable=SC2064 # The container is this one.
     trap "docker rm -f $process >/dev/null; rm -rf '$work'" EXIT
-    (answers "$(docker inspect -f '{{.State.Pid}}' "$process")" "$what") || { docker logs "$process"; exit 1; }
+    (docker exec "$process" tandem ready --wait && docker exec "$process" tandem top --once &&
+        answers "$(docker inspect -f '{{.State.Pid}}' "$process")" "$what") || { docker logs "$process"; exit 1; }
     [ "$(docker wait "$process")" -eq 0 ] || fail "$what ended with an error after SIGTERM"
     docker rm -f "$process" >/dev/null
     trap 'rm -rf "$work"' EXIT

@@ -2,7 +2,8 @@
 # is pulled. Models are files in the volume: mount a folder that has them, because the image has no pip, which downloads the default model.
 FROM scratch
 COPY root /
-COPY --chown=10001:10001 models /var/lib/tandem/models
+# The user may write here: `up` leaves the file by which `tandem top` finds it, and its cluster key.
+COPY --chown=10001:10001 home /var/lib/tandem
 ENV HOME=/var/lib/tandem PATH=/usr/local/bin TANDEM_MODELS_DIR=/var/lib/tandem/models
 USER 10001:10001
 VOLUME /var/lib/tandem/models

@@ -23,9 +23,7 @@ pub(crate) enum ApiError {
     Request(#[from] RequestError),
     #[error("The body is larger than {max} bytes.")]
     BodyTooLarge { max: usize },
-    #[error(
-        "The body arrived more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection."
-    )]
+    #[error("The body arrived more slowly than {bytes_per_second} bytes a second; send it again over a faster connection.")]
     BodySlow { bytes_per_second: u32 },
     #[error("The body ended early, or one of its chunks is malformed; check Content-Length or Transfer-Encoding.")]
     BodyBroken,
@@ -71,8 +69,8 @@ pub(crate) enum ApiError {
     )]
     Untrusted { header: HeaderName },
     #[error(
-        "This page is for the operator, and is not shown to this client. Open it on the frontend's --admin-listen, or from an address that \
-         --trusted-proxies and --expose-details of the frontend allow."
+        "This page is for the operator, and is not shown to this client. The operator can allow its address with --trusted-proxies ADDRESS, \
+         or all addresses with --expose-details always; `tandem frontend` can also show the page on a port of its own, --admin-listen."
     )]
     UntrustedPage,
     #[error(
@@ -80,6 +78,8 @@ pub(crate) enum ApiError {
          Anthropic's clients without /v1."
     )]
     UnknownPath,
+    #[error("This page is on another port of this server, that of its --admin-listen.")]
+    OnAdminPort,
     #[error("This path does not allow this method; see /openapi.json.")]
     Method,
     #[error("The name in the header 'Host' is not one of this server's; use its IP address, or add the name to --allowed-hosts.")]
@@ -153,7 +153,7 @@ impl ApiError {
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),
-            Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
+            Self::AdminExplains | Self::OnAdminPort => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
             Self::Origin => client(StatusCode::FORBIDDEN, None, Some("foreign_origin")),
             Self::Connections => unavailable("too_many_connections"),
             Self::Starting { .. } => unavailable("starting"),

@@ -20,7 +20,7 @@ pub const SIGNATURE_BYTES: usize = 32;
 
 /// The error of a secret with fewer than [`SECRET_BYTES_MIN`] bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the cluster key has {bytes} bytes, but needs at least {SECRET_BYTES_MIN}; make one with: openssl rand -hex 32")]
+#[error("the cluster key has {bytes} bytes, but needs at least {SECRET_BYTES_MIN}")]
 pub struct TooShort {
     /// The length of the secret in bytes.
     pub bytes: usize,

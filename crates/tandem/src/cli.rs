@@ -138,6 +138,8 @@ pub enum Command {
     Why(WhyArgs),
 
     /// Check whether a frontend, or another process at its --admin-listen, is ready; if not, exit with 1
+    ///
+    /// A worker is ready when it serves, even if no router has let it join; `tandem ready` of the router and `tandem top` show that
     Ready(ReadyArgs),
 
     /// Print a shell's script that completes commands and flags, for `source <(tandem completions bash)`

@@ -51,8 +51,8 @@ pub(crate) struct RouterConnection {
     client: RouterClient<Channel>,
     network: Network,
     address: ServerAddress,
-    /// Whether the user has named no router and runs no cluster.
-    is_default: bool,
+    /// The message if no router answers.
+    missing: String,
 }
 
 const WANTED: &str =
@@ -93,7 +93,8 @@ impl RouterConnection {
             (None, None) => "127.0.0.1:7000".parse().expect("the address is valid"),
         };
         let network = Network::tcp(key).with_tls(tls.map(|(tls, _)| tls));
-        Ok(Self { is_default, ..Self::connect(&address, network)? })
+        let router = Self::connect(&address, network)?;
+        Ok(if is_default { Self { missing: nothing_runs("router", &address), ..router } } else { router })
     }
 
     fn connect(address: &ServerAddress, network: Network) -> Result<Self> {
@@ -104,19 +105,16 @@ impl RouterConnection {
             let _within = runtime.enter();
             network.expecting(&[PeerRole::Router]).connect_lazy(&endpoint)
         };
-        Ok(Self { runtime, client: RouterClient::new(channel), network, address: address.clone(), is_default: false })
+        let missing = format!("no router answers at {address}; {WANTED}");
+        Ok(Self { runtime, client: RouterClient::new(channel), network, address: address.clone(), missing })
     }
 
     /// Reads the router's view.
     pub(crate) fn view(&mut self) -> Result<WorkersView> {
         let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
-        let unreachable = || match self.is_default {
-            true => nothing_runs("router", &self.address),
-            false => format!("no router answers at {}; {WANTED}", self.address),
-        };
         let reply = match reply {
             Ok(reply) => reply,
-            Err(late) => return Err(self.wrong_kind().unwrap_or_else(|| Error::new(late).context(unreachable()))),
+            Err(late) => return Err(self.wrong_kind().unwrap_or_else(|| Error::new(late).context(self.missing.clone()))),
         };
         let reply = reply.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!(
@@ -127,8 +125,9 @@ impl RouterConnection {
             Code::Unimplemented if kind(&self.address) == Some(GRPC) => {
                 anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address)
             }
-            _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
+            _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(self.missing.clone())),
         })?;
+        self.missing = format!("the router at {} does not answer any more", self.address);
         Ok(WorkersView { at: Instant::now(), reply: reply.into_inner() })
     }
 

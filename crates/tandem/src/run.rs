@@ -12,6 +12,7 @@ use crate::{
     explain, key, ready, running,
     serve::{self, print, printable},
     settings::CommonArgs,
+    text_table::counted,
     why, workers,
 };
 #[cfg(feature = "load")]
@@ -114,8 +115,8 @@ fn audit(command: AuditCommand) -> anyhow::Result<()> {
             }
             anyhow::ensure!(
                 findings.is_empty(),
-                "{} findings: usage, ledgers and metrics do not reconcile; the findings are listed above",
-                findings.len()
+                "{}: usage, ledgers and metrics do not reconcile; the list is above",
+                counted(findings.len(), "finding")
             );
         }
     }
@@ -140,7 +141,8 @@ where
     let changed = command.changed(role);
     let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
     let (delay, grace) = (Duration::from_secs(delay_s.into()), Duration::from_secs(grace_period));
-    serve::run(&telemetry, (delay, grace), &changed, start(command.role))
+    let unknown = Cli::unknown_variables(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()));
+    serve::run(&telemetry, (delay, grace), &changed, &unknown, start(command.role))
 }
 
 /// Writes one line about a failure or an incomplete result to stderr.

@@ -81,7 +81,7 @@ impl RunningFile {
         if !problems.is_empty() {
             let problems = problems.join("; ");
             tracing::warn!(
-                "commands such as `tandem chat` have to name this cluster, because the file with its addresses cannot be written ({problems})"
+                "commands such as `tandem chat` have to name this cluster, and `tandem top` needs its --cluster-key-file, because the file with its addresses and key cannot be written ({problems})"
             );
         }
         None

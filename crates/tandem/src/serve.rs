@@ -19,7 +19,8 @@ use tandem_process::{
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Serves until Ctrl-C, SIGTERM or SIGHUP. Then the process announces its end, drains after `delay`, and gives running requests `grace`. A
-/// second signal ends the process at once. `changed` has the settings that differ from the defaults; they are logged at the start.
+/// second signal ends the process at once. The settings that differ from the defaults (`changed`), and the environment variables that only
+/// look like settings (`unknown`), are logged at the start.
 ///
 /// # Errors
 /// Fails if the log filter is invalid, if the start fails, if one of the process's services fails, or if a second signal ends the draining.
@@ -27,13 +28,22 @@ pub fn run<S: ServedProcess>(
     telemetry: &TelemetryArgs,
     (delay, grace): (Duration, Duration),
     changed: &str,
+    unknown: &[String],
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
     // Dropped at the end, so that the last lines are written.
     let _logging = telemetry::init(&telemetry.log, telemetry.log_format)?;
     files::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
+    let changed = Some(changed).filter(|changed| !changed.is_empty());
     tracing::info!(version = env!("CARGO_PKG_VERSION"), changed, "starting; --print-config prints all settings");
+    if !unknown.is_empty() {
+        let variables = unknown.join(", ");
+        tracing::warn!(
+            variables,
+            "these environment variables are ignored, because no setting has them; --help names those of all settings"
+        );
+    }
     let done = runtime.block_on(serve(delay, grace, start));
     // The process may be downloading or loading a model. Its end must not wait for that, because the model is no longer needed.
     runtime.shutdown_background();

@@ -300,12 +300,16 @@ pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error>
         Some((authority, path)) if kind == FRONTEND => {
             anyhow!("/{path} is no path of the frontend at {authority}; write {scheme}://{authority}")
         }
+        _ if kind == FRONTEND_ADMIN => anyhow!("{address} is {kind}; write the port of its --listen"),
         _ => anyhow!("{address} is {kind}; {wanted}"),
     })
 }
 
 /// What answers at the port of a frontend.
-const FRONTEND: &str = "a frontend";
+pub(crate) const FRONTEND: &str = "a frontend";
+
+/// What answers at the port of a frontend's `--admin-listen`.
+pub(crate) const FRONTEND_ADMIN: &str = "the admin port of a frontend";
 
 /// What answers at the gRPC port of a process.
 pub(crate) const GRPC: &str = "the gRPC port of a router or a worker";
@@ -328,6 +332,9 @@ pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
         ("tandem_worker_", "the admin port of a worker"),
     ];
     let by_metrics = families.into_iter().find(|(family, _)| has(family)).map(|(_, kind)| kind);
+    if by_metrics == Some(FRONTEND) && http::get(&at, PROBE_TIMEOUT, "/v1/models").is_ok_and(|models| models.status == 404) {
+        return Some(FRONTEND_ADMIN);
+    }
     // A frontend with API keys answers /metrics to trusted peers only.
     let is_live =
         || http::get(&at, PROBE_TIMEOUT, "/live").is_ok_and(|live| live.status == 200 && live.body == r#"{"status":"ok"}"#);
@@ -385,16 +392,17 @@ mod tests {
         }
     }
 
-    /// Returns what answers at a port whose server sends `reply` and closes the connection, as often as it is called.
-    fn kind_of(reply: &'static [u8]) -> Option<&'static str> {
+    /// Returns what answers at a port whose server sends `reply`, or `other` to a request for its models, and closes the connection.
+    fn kind_of(reply: &'static [u8], other: &'static [u8]) -> Option<&'static str> {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
         let at = listener.local_addr().expect("the listener is bound").to_string();
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let mut stream = stream.expect("the listener accepts");
                 // The request must be read, or the connection would be reset instead of closed.
-                let _ = stream.read(&mut [0; 4096]);
-                let _ = stream.write_all(reply);
+                let mut request = [0; 4096];
+                let _ = stream.read(&mut request);
+                let _ = stream.write_all(if request.starts_with(b"GET /v1/models") { other } else { reply });
             }
         });
         kind(&address(&at).expect("the address is valid"))
@@ -424,6 +432,9 @@ mod tests {
     fn kind_of_a_server_is_recognized_by_its_answer() {
         let unused = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port is free");
         assert_eq!(kind(&address(&unused.to_string()).expect("the address is valid")), None);
+        let frontend = b"HTTP/1.1 200 OK\r\ncontent-length: 25\r\n\r\ntandem_frontend_ready 1\r\n";
+        assert_eq!(kind_of(frontend, b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n"), Some(FRONTEND));
+        assert_eq!(kind_of(frontend, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"), Some(FRONTEND_ADMIN));
         for (reply, words) in [
             (&b"HTTP/1.1 200 OK\r\ncontent-length: 27\r\n\r\ntandem_router_workers{} 1\r\n"[..], "admin port of a router"),
             (b"HTTP/1.1 200 OK\r\ncontent-length: 25\r\n\r\ntandem_worker_blocks{} 1\n", "admin port of a worker"),
@@ -433,7 +444,7 @@ mod tests {
             (b"", "TLS"),
             (b"SSH-2.0-OpenSSH\r\n", "another protocol"),
         ] {
-            let kind = kind_of(reply);
+            let kind = kind_of(reply, reply);
             assert!(kind.is_some_and(|kind| kind.contains(words)), "{words}: {kind:?}");
         }
     }

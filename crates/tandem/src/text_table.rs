@@ -1,6 +1,12 @@
-//! Tables for the operator, with columns aligned by spaces and without borders.
+//! Tables for the operator, with columns aligned by spaces and without borders, and counts in sentences.
 
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
+use std::fmt::Display;
+
+/// Returns a count and its noun: `1 answer`, `2 answers`.
+pub(crate) fn counted<N: Display + From<u8> + PartialEq>(count: N, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == N::from(1) { "" } else { "s" })
+}
 
 /// Formats the rows, of which the first is the header. The first `left` columns are aligned to the left, the other columns to the right.
 /// Every line ends with a newline.

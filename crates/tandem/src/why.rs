@@ -1,7 +1,7 @@
 //! `tandem why`: says why tokens of a recent prompt were not cached, from the records of the frontend's dashboard.
 
 use crate::{
-    server::{HttpServer, KEY_VARIABLE, ServerArgs, kind},
+    server::{FRONTEND, FRONTEND_ADMIN, HttpServer, KEY_VARIABLE, ServerArgs, kind},
     text_table::text_table,
 };
 use anyhow::{Context, Result, bail, ensure};
@@ -55,15 +55,24 @@ fn records(server: &HttpServer) -> Result<Vec<Value>> {
     match body["requests"].as_array() {
         Some(records) if reply.status == 200 => Ok(records.clone()),
         _ => match kind(&server.address) {
-            Some(other) if other != "a frontend" => bail!("{} is {other}; {WANTED}", server.address),
-            _ => bail!(
-                "the frontend at {} does not show its dashboard here (HTTP status {}): write the address of its --admin-listen, ask it from a \
-                 trusted address, or start it with --dashboard-requests above 0",
-                server.address,
-                reply.status
-            ),
+            Some(other) if ![FRONTEND, FRONTEND_ADMIN].contains(&other) => bail!("{} is {other}; {WANTED}", server.address),
+            _ => bail!("the frontend at {} {}", server.address, refusal(reply.status)),
         },
     }
+}
+
+/// Returns why a frontend has answered a request for its records with this HTTP status.
+fn refusal(status: u16) -> String {
+    let advice = match status {
+        403 => {
+            "shows its dashboard to trusted addresses only: start it with --trusted-proxies ADDRESS, the address that you ask it from, or with \
+             --expose-details always"
+        }
+        _ => {
+            "has no dashboard here: write the address of its --admin-listen if it has one, or start it with --dashboard-requests above 0"
+        }
+    };
+    format!("{advice} (HTTP status {status})")
 }
 
 /// Returns the records of the prompts of a request, or of the one prompt with this id.
@@ -152,6 +161,14 @@ mod tests {
         {
             let error = explained(&record("a-0", &prefix)).expect_err("there are no causes").to_string();
             assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn refusal_names_the_flags_that_help() {
+        for (status, flag, other) in [(403, "--trusted-proxies", "--dashboard"), (404, "--dashboard-requests", "--trusted")] {
+            let text = refusal(status);
+            assert!(text.contains(flag) && !text.contains(other) && text.contains(&status.to_string()), "{text}");
         }
     }
 

@@ -55,7 +55,7 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     let exposed = |pages: Router<Arc<App>>| pages.route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
     let dashboard = dashboard::routes(Neighbour::Served);
     let pages = match (with_pages, &app.keys) {
-        (false, _) => Router::new(),
+        (false, _) => Router::new().route("/dashboard", get(async || ApiError::OnAdminPort)),
         (true, None) => pages(&app, exposed(dashboard)),
         (true, Some(_)) => exposed(pages(&app, dashboard)),
     };

@@ -86,6 +86,8 @@ async fn operator_pages_are_served_only_by_the_admin_listener() {
     for path in ["/metrics", "/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
         assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (200, 404), "{path}");
     }
+    let page = send(cluster.frontend, Method::GET, "/dashboard", &[], "".into()).await;
+    assert_eq!(status_and_code(page).await, (404, json!("admin_port")));
     for path in ["/chat", "/chat/chat.js"] {
         assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (404, 200), "{path}");
     }

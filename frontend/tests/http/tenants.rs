@@ -107,8 +107,9 @@ async fn dashboard_is_refused_to_untrusted_peers() {
     ] {
         let cluster = Cluster::with(set).await;
         for path in paths {
-            let reply = cluster.send(Method::GET, path, &[], String::new()).await;
-            assert_eq!(reply.status(), status, "{path}");
+            let (got, text) = cluster.send(Method::GET, path, &[], String::new()).await.text().await;
+            assert_eq!(got, status, "{path}");
+            assert_eq!(text.contains("--trusted-proxies ADDRESS"), status == StatusCode::FORBIDDEN, "{path}: {text}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! `tandem bench simulate --plan`: finds the smallest cluster that meets service levels, or says why none does.
 
 use super::{ReportArgs, progress::Bar};
-use crate::serve;
+use crate::{serve, text_table::counted};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::time::Duration;
@@ -53,14 +53,14 @@ impl PlanArgs {
         let ClusterPlan { mixed, split, tried, nearest, .. } = found;
         let found = if result.is_ok() { mixed.into_iter().chain(split).collect() } else { nearest };
         let reports: Vec<Report> = found.into_iter().map(|trial| trial.report).collect();
-        let count = tried.len();
+        let clusters = counted(tried.len(), "cluster");
         let shown = result.clone().unwrap_or_else(|why| why);
         let plan = PlanSummary { result: shown, required_share: settings.share, tried, commands };
         let head = match &result {
             Ok(smallest) => {
-                format!("{smallest}\n{count} clusters were simulated; the smallest ones that meet the service levels:")
+                format!("{smallest}\nSimulated {clusters}; the smallest that meet the service levels:")
             }
-            Err(_) => format!("{count} clusters were simulated; none meets the service levels, and these are the nearest ones:"),
+            Err(_) => format!("Simulated {clusters}; none meets the service levels, and these are the nearest:"),
         };
         if !reports.is_empty() {
             serve::print(&format!("{head}\n\n{}", report::comparison(&reports)))?;
@@ -70,8 +70,8 @@ impl PlanArgs {
     }
 
     fn success(&self, size: Size, slo: &Slo) -> String {
-        let (share, levels, workers) = (self.slo_percent, levels(slo), size.workers());
-        format!("Smallest cluster: {size} ({workers} worker{}) for {share}% within {levels}", if workers == 1 { "" } else { "s" })
+        let (share, levels, workers) = (self.slo_percent, levels(slo), counted(size.workers(), "worker"));
+        format!("Smallest cluster: {size} ({workers}) for {share}% within {levels}")
     }
 
     /// Returns why no cluster meets the service levels, and what to do.

@@ -80,6 +80,12 @@ fn text(rates: &MeasuredRates, chunk_budget: u32) -> String {
             format!("\nThe answers were divided among {workers} workers. Measure a server with one worker for exact rates.\n")
         }
     };
+    let noisy = match (rates.batches.first(), rates.batches.last()) {
+        (Some((_, few)), Some((_, many))) if many < few => {
+            "\nLarger batches were not slower, so the measurement is too noisy: repeat it on a machine that does nothing else.\n"
+        }
+        _ => "",
+    };
     let flags = [
         ("sim-prefill-tokens-per-second", rates.prefill_tokens_per_second),
         ("sim-prefill-overhead-ms", rates.prefill_step_ms),
@@ -88,8 +94,30 @@ fn text(rates: &MeasuredRates, chunk_budget: u32) -> String {
     ];
     let flags: String = flags.iter().map(|(flag, value)| format!("--{flag} {value:.3} ")).collect();
     format!(
-        "{}\n{}{divided}\nFor tandem bench simulate:\n{flags}--prefill-chunk-budget {chunk_budget}\n",
+        "{}\n{}{divided}{noisy}\nFor tandem bench simulate:\n{flags}--prefill-chunk-budget {chunk_budget}\n",
         text_table(prompts, 0),
         text_table(batches, 0)
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_that_are_faster_in_larger_batches_are_called_noise() {
+        let printed = |ms: [f64; 2]| {
+            let rates = MeasuredRates {
+                prefill_tokens_per_second: 900.0,
+                prefill_step_ms: 1.0,
+                decode_step_ms: 20.0,
+                decode_sequence_ms: 0.0,
+                prompts: vec![(128, 150.0)],
+                batches: vec![(1.0, ms[0]), (32.0, ms[1])],
+                decode_workers: 1,
+            };
+            text(&rates, 512)
+        };
+        assert!(printed([20.0, 15.0]).contains("too noisy") && !printed([20.0, 21.0]).contains("too noisy"));
+    }
 }

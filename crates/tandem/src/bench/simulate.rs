@@ -202,5 +202,6 @@ fn compare<'a>(
 /// Returns the numbers of lost workers, resumed answers and retried prompts as text.
 fn counts(report: &Report) -> String {
     let counts = report.facts.iter().filter(|fact| tandem_simulator::FAULT_FACTS.contains(&&*fact.name));
-    counts.map(|fact| format!("{} {}", fact.value, fact.name)).collect::<Vec<_>>().join(", ")
+    let noun = |fact: &Fact| if fact.value == "1" { fact.name.trim_end_matches('s').to_owned() } else { fact.name.clone() };
+    counts.map(|fact| format!("{} {}", fact.value, noun(fact))).collect::<Vec<_>>().join(", ")
 }

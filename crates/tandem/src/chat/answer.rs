@@ -1,7 +1,7 @@
 //! Streamed answers of a server with OpenAI's API, and their summary.
 
 use super::{WANTED, check};
-use crate::server::HttpServer;
+use crate::{server::HttpServer, text_table::counted};
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 use std::{
@@ -164,7 +164,7 @@ impl fmt::Display for AnswerSummary {
                 let rate = (tokens - 1) as f64 / last.duration_since(first).as_secs_f64();
                 facts.push(format!("{tokens} tokens, {rate:.1} a second"));
             }
-            (Some(tokens), _) => facts.push(format!("{tokens} tokens")),
+            (Some(tokens), _) => facts.push(counted(tokens, "token")),
             (None, _) => facts.push("ended early".to_owned()),
         }
         write!(f, "[{}]", facts.join(" · "))
@@ -217,6 +217,6 @@ mod tests {
         let expected = "[48 of 52 prompt tokens cached · first token after 120 ms · 101 tokens, 50.0 a second]";
         assert_eq!(summary.to_string(), expected);
         summary.usage = Some(AnswerCounts { prompt: Some(52), cached: None, completion: Some(1) });
-        assert_eq!(summary.to_string(), "[52 prompt tokens, cached tokens not reported · first token after 120 ms · 1 tokens]");
+        assert_eq!(summary.to_string(), "[52 prompt tokens, cached tokens not reported · first token after 120 ms · 1 token]");
     }
 }

@@ -113,7 +113,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
                     }
                     done.map(drop)
                 }
-                command => chat.obey(command),
+                command => chat.obey(command).and_then(|done| if is_terminal { show(&done) } else { Ok(()) }),
             };
             match done {
                 // In a terminal, the user may send another message.
@@ -128,25 +128,36 @@ pub fn run(args: ChatArgs) -> Result<()> {
 }
 
 impl ChatSession {
-    /// Runs a command of the user other than `/quit`.
-    fn obey(&mut self, command: ChatCommand<'_>) -> Result<()> {
-        match command {
+    /// Runs a command of the user other than `/quit`. Returns the line that confirms it.
+    fn obey(&mut self, command: ChatCommand<'_>) -> Result<String> {
+        let done = match command {
             ChatCommand::Clear => {
                 self.messages.retain(|message| message["role"] == "system");
-                Ok(())
+                "another conversation begins\n"
+            }
+            ChatCommand::System("") => {
+                self.set_system("");
+                "there is no system message\n"
             }
             ChatCommand::System(text) => {
                 self.set_system(text);
-                Ok(())
+                "the system message is set\n"
             }
             ChatCommand::Temperature(value) => {
                 self.temperature = Some(value);
-                Ok(())
+                return Ok(format!("the temperature is {value}\n"));
             }
-            ChatCommand::Model(name) => self.set_model(name),
+            ChatCommand::Model(name) => {
+                self.set_model(name)?;
+                ""
+            }
             ChatCommand::Wrong(problem) => bail!(problem),
-            ChatCommand::Help | ChatCommand::Quit | ChatCommand::Message => show(HELP),
-        }
+            ChatCommand::Help | ChatCommand::Quit | ChatCommand::Message => {
+                show(HELP)?;
+                ""
+            }
+        };
+        Ok(done.to_owned())
     }
 
     /// Sets the system message; an empty text removes it. The other messages stay.
@@ -276,6 +287,9 @@ fn check(status: u16, body: &str, server: &ServerAddress, key_env: &str) -> Resu
             "the server refuses the API key ({}); set the environment variable {key_env} to a valid key",
             message.unwrap_or("no reason was given")
         ),
+        (_, Some(message)) if parsed.as_ref().is_ok_and(|body| body["error"]["code"] == "context_length_exceeded") => {
+            bail!("the server refused the request: {message} (/clear begins another conversation)")
+        }
         (_, Some(message)) => bail!("the server refused the request: {message}"),
         _ => bail!("the server at {server} answered with HTTP status {status}; is it one with OpenAI's API?"),
     }
@@ -312,7 +326,8 @@ mod tests {
         assert_eq!(temperature(&session("another")), None);
         let mut small = session(DEFAULT_MODEL_ID);
         assert_eq!(temperature(&small), Some(0.2));
-        small.obey(ChatCommand::of("/set temperature 1")).expect("no request is sent");
+        let done = small.obey(ChatCommand::of("/set temperature 1")).expect("no request is sent");
+        assert_eq!(done, "the temperature is 1\n");
         assert_eq!(temperature(&small), Some(1.0));
     }
 
@@ -343,7 +358,8 @@ mod tests {
         for (status, body, words) in [
             (401, r#"{"error":{"message":"no key"}}"#, &["no key", "MY_KEY"][..]),
             (403, "", &["MY_KEY"]),
-            (400, r#"{"error":{"message":"too long"}}"#, &["too long"]),
+            (400, r#"{"error":{"message":"wrong"}}"#, &["wrong"]),
+            (400, r#"{"error":{"message":"too long","code":"context_length_exceeded"}}"#, &["too long", "/clear"]),
             (404, r#"{"error":"no such path"}"#, &["no such path"]),
             (404, "<html>", &["at h:1 ", "404", "OpenAI's API"]),
             (200, "<html>", &["does not speak OpenAI's API"]),

@@ -116,7 +116,7 @@ fn shortened(role: clap::Command) -> clap::Command {
 }
 
 /// Returns the command that `args` call, without the program's name, and the names of its group and itself.
-fn called<'a>(root: &'a clap::Command, args: &[OsString]) -> (&'a clap::Command, Vec<&'a str>) {
+pub(super) fn called<'a>(root: &'a clap::Command, args: &[OsString]) -> (&'a clap::Command, Vec<&'a str>) {
     let (mut command, mut path) = (root, Vec::new());
     while let Some(below) = args.get(path.len() + 1).and_then(|name| command.find_subcommand(name)) {
         command = below;

@@ -6,12 +6,13 @@ use super::{
     help::{self, serves},
     rules,
 };
+use crate::server::KEY_VARIABLE;
 use clap::{
-    ArgMatches, FromArgMatches,
+    ArgMatches, CommandFactory, FromArgMatches,
     error::{ContextKind, ContextValue, ErrorKind},
 };
 use std::{
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     fmt::Display,
     path::{Path, PathBuf},
 };
@@ -47,6 +48,23 @@ impl Cli {
         }
         Ok(cli)
     }
+
+    /// Returns those of these names of environment variables that look like settings of this program, but are none.
+    pub fn unknown_variables(names: impl Iterator<Item = String>) -> Vec<String> {
+        let command = Self::command();
+        let is_unknown = |name: &String| {
+            // Kubernetes sets variables such as TANDEM_PORT for a service with the name `tandem`.
+            let of_service = name.contains("_PORT") || name.contains("_SERVICE_");
+            name.starts_with("TANDEM_") && !of_service && name != KEY_VARIABLE && !reads(&command, name)
+        };
+        names.filter(is_unknown).collect()
+    }
+}
+
+/// Returns whether a flag or argument of the command, or of one below it, has this environment variable.
+fn reads(command: &clap::Command, name: &str) -> bool {
+    command.get_arguments().any(|arg| arg.get_env().is_some_and(|variable| variable == name))
+        || command.get_subcommands().any(|below| reads(below, name))
 }
 
 /// Returns the command without the environment variables that are empty. Compose files set variables without a value to the empty text.
@@ -67,6 +85,9 @@ fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap:
         if error.get(ContextKind::Usage).is_some() {
             error.insert(ContextKind::Usage, ContextValue::StyledStr(help::usage(command, args)));
         }
+        if let Some(variable) = wrong_variable(command, args, &error) {
+            error.insert(ContextKind::InvalidArg, ContextValue::String(variable));
+        }
         let advice = match (error.get(ContextKind::InvalidSubcommand), error.get(ContextKind::InvalidArg)) {
             (Some(ContextValue::String(given)), _) => help::advice(command, args, given),
             (_, Some(ContextValue::String(flag))) if error.kind() == ErrorKind::UnknownArgument => {
@@ -76,9 +97,33 @@ fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap:
         };
         match advice {
             Some(advice) => clap::Error::raw(error.kind(), advice + "\n"),
+            None if error.kind() == ErrorKind::ValueValidation => {
+                clap::Error::raw(error.kind(), in_own_words(error.to_string().trim_start_matches("error: ")))
+            }
             None => error,
         }
     })
+}
+
+/// Returns the environment variable that has the wrong value of this error; `None` if the command line has it.
+fn wrong_variable(command: &clap::Command, args: &[OsString], error: &clap::Error) -> Option<String> {
+    let (Some(ContextValue::String(flag)), Some(ContextValue::String(value))) =
+        (error.get(ContextKind::InvalidArg), error.get(ContextKind::InvalidValue))
+    else {
+        return None;
+    };
+    let has_value = |text: &OsStr| {
+        let text = text.to_string_lossy();
+        text == value.as_str() || text.split(['=', ',']).any(|part| part == value)
+    };
+    if args.iter().any(|arg| has_value(arg)) {
+        return None;
+    }
+    let mut root = command.clone();
+    root.build();
+    let arg = help::called(&root, args).0.get_arguments().find(|arg| arg.to_string() == *flag)?;
+    let variable = arg.get_env()?;
+    std::env::var_os(variable).is_some_and(|text| has_value(&text)).then(|| variable.to_string_lossy().into_owned())
 }
 
 /// Returns the command with the values in the file as the defaults of the role's flags. Keys that only other roles have are skipped, so
@@ -130,19 +175,23 @@ fn similar_key(command: &clap::Command, role: &str, key: &str) -> Option<String>
 }
 
 /// Rust's messages about invalid numbers, and this program's messages in place of them.
-const NUMBERS: [(&str, &str); 4] = [
+const NUMBERS: [(&str, &str); 5] = [
     ("invalid digit found in string", "write a whole number"),
     ("cannot parse integer from empty string", "write a whole number"),
     ("number too large to fit in target type", "the number is too large"),
     ("number too small to fit in target type", "the number is too small"),
+    ("number would be zero for non-zero type", "write a whole number above 0"),
 ];
+
+fn in_own_words(message: &str) -> String {
+    NUMBERS.iter().fold(message.to_owned(), |message, (rust, own)| message.replace(rust, own))
+}
 
 /// Returns the message of `error` without clap's hints, which are for the command line and do not apply to the file.
 fn without_advice(error: &clap::Error) -> String {
     let text = error.to_string();
     let message = text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();
-    let message = message.lines().map(str::trim).collect::<Vec<_>>().join(" ");
-    NUMBERS.iter().fold(message, |message, (rust, own)| message.replace(rust, own))
+    in_own_words(&message.lines().map(str::trim).collect::<Vec<_>>().join(" "))
 }
 
 /// Returns the message of a TOML error in one line. It includes the number of the line of `text` in which the error is.
@@ -153,4 +202,29 @@ fn on_one_line(text: &str, error: &toml::de::Error) -> String {
 
 fn refused(file: &Path, problem: impl Display) -> clap::Error {
     clap::Error::raw(ErrorKind::ValueValidation, format!("in {}: {problem}\n", file.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_that_no_command_reads_are_unknown() {
+        let names = ["TANDEM_ENGINE", "TANDEM_ENGIN", "TANDEM_API_KEY", "TANDEM_FRONTEND", "TANDEM_CONFIG", "TANDEM_MODELS_DIR"];
+        let of_services = ["TANDEM_PORT", "TANDEM_ROUTER_SERVICE_HOST", "TANDEM_ROUTER_PORT_7000_TCP", "PATH"];
+        let unknown = Cli::unknown_variables(names.into_iter().chain(of_services).map(str::to_owned));
+        assert_eq!(unknown, ["TANDEM_ENGIN"]);
+    }
+
+    #[test]
+    fn wrong_numbers_on_the_command_line_are_refused_in_plain_words() {
+        for (args, expected) in [
+            ("up --prefill-workers x", "invalid value 'x' for '--prefill-workers <N>': write a whole number"),
+            ("key add a --requests-per-minute 0", "write a whole number above 0"),
+        ] {
+            let args = ["tandem"].into_iter().chain(args.split(' ')).map(OsString::from).collect();
+            let error = Cli::read(args, None).expect_err("the number is wrong").to_string();
+            assert!(error.starts_with("error: ") && error.contains(expected), "{error}");
+        }
+    }
 }

@@ -276,6 +276,7 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["up", "--engine=llama-cpp", "--engine-url=http://e:1", "--account-header=x-a", "--trusted-proxies=10.0.0.1"],
             "llama.cpp's server cannot keep the caches of accounts apart",
         ),
+        (&["up", "--served-model-name", ""], "a value is required for '--served-model-name <ID>'"),
         (&["up", "--kv-capacity-tokens", "5"], "--kv-capacity-tokens 5 is less than one block of 16 tokens"),
         (
             &["frontend", "--listen", "1", "--admin-listen", "1"],

@@ -12,7 +12,7 @@ use tandem_process::{events::NatsError, trace::TraceError};
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum StartError {
-    #[error("cannot listen on {address}; stop the process that listens there, or choose another address with {flag}")]
+    #[error("cannot listen on {address}; {}choose another address with {flag}", remedy(.source))]
     Listen { address: SocketAddr, flag: &'static str, source: io::Error },
     #[error(transparent)]
     Discovery(#[from] DiscoveryArgsError),
@@ -92,4 +92,30 @@ pub enum StartError {
     /// All services of the cluster run, but the frontend is not ready.
     #[error("the cluster was not ready in time; see the log (--log debug)")]
     NotReady,
+}
+
+/// Returns what to do if a process cannot listen, before the advice to choose another address.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrNotAvailable => "no network interface of this machine has the address: ",
+        io::ErrorKind::PermissionDenied => "let this user listen on the port, or ",
+        _ => "stop the process that listens there, or ",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advice_for_an_address_depends_on_why_nothing_can_listen_there() {
+        for (kind, expected) in [
+            (io::ErrorKind::AddrInUse, "stop the process that listens there, or choose another address with --listen"),
+            (io::ErrorKind::AddrNotAvailable, "no network interface of this machine has the address: choose"),
+            (io::ErrorKind::PermissionDenied, "let this user listen on the port, or choose"),
+        ] {
+            let error = StartError::Listen { address: ([10, 9, 9, 9], 1).into(), flag: "--listen", source: kind.into() };
+            assert!(error.to_string().starts_with(&format!("cannot listen on 10.9.9.9:1; {expected}")), "{error}");
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Settings that every serving process has.
 
 use super::{KeyArgs, TelemetryArgs};
-use clap::Args;
+use clap::{Args, builder::NonEmptyStringValueParser};
 use serde::{Serialize, Serializer};
 use std::{
     fmt::Display,
@@ -29,7 +29,7 @@ pub struct CommonArgs {
     pub block_size: u32,
 
     /// The id that clients send as `model` [default: the name of the model's file or directory]
-    #[arg(long, env = "TANDEM_SERVED_MODEL_NAME", value_name = "ID")]
+    #[arg(long, env = "TANDEM_SERVED_MODEL_NAME", value_name = "ID", value_parser = NonEmptyStringValueParser::new())]
     pub served_model_name: Option<String>,
 
     /// The cluster key.

@@ -246,6 +246,7 @@ mod tests {
         ] {
             let error = read(content).expect_err("the key file is refused");
             assert!(error.contains(expected) && error.contains("--cluster-key-file"), "{error}");
+            assert_eq!(error.matches("openssl").count(), 1, "{error}");
             assert!(!error.contains("0123"), "the secret is not shown: {error}");
         }
     }

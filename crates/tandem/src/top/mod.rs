@@ -60,11 +60,12 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
     let mut terminal = ratatui::try_init().context("cannot draw on this terminal; set --once to print a plain table")?;
     let shown = (|| -> Result<()> {
         let (mut before, mut now) = (None, before);
-        let mut problem = None;
+        let mut problem: Option<String> = None;
         loop {
+            let stale = problem.as_deref().map(|problem| (problem, now.at.elapsed()));
             let earlier = before.as_ref().unwrap_or(&now);
             let table = screen.sorted(TextTable::new(&now.reply, &earlier.reply, now.at - earlier.at));
-            terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
+            terminal.draw(|frame| screen.draw(frame, &table, stale))?;
             let due = Instant::now() + interval;
             loop {
                 let left = due.saturating_duration_since(Instant::now());
@@ -80,14 +81,14 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                     _ => continue,
                 }
                 let table = screen.sorted(table.clone());
-                terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
+                terminal.draw(|frame| screen.draw(frame, &table, stale))?;
             }
             match router.view() {
                 Ok(view) => {
                     before = Some(std::mem::replace(&mut now, view));
                     problem = None;
                 }
-                // If the router does not answer, the last view stays on the screen with the error.
+                // If the router does not answer, the last view stays on the screen with its age and the error.
                 Err(error) => problem = Some(error_chain(error.as_ref())),
             }
         }

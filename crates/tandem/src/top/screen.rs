@@ -9,6 +9,7 @@ use ratatui::{
     text::{Line, Text},
     widgets::{Paragraph, Row, Table},
 };
+use std::time::Duration;
 
 pub(super) struct Screen {
     order: SortOrder,
@@ -48,9 +49,10 @@ impl Screen {
         table
     }
 
-    /// Draws the table. `problem` is the reason why the table is not up to date; `None` if it is up to date.
-    pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &TextTable, problem: Option<&str>) {
+    /// Draws the table. `stale` is the reason why the table is not up to date, and its age; `None` if it is up to date.
+    pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &TextTable, stale: Option<(&str, Duration)>) {
         let width = usize::from(frame.area().width);
+        let problem = stale.map(|(problem, _)| problem);
         let notes = problem.into_iter().chain(table.notes.iter().map(String::as_str)).flat_map(|note| wrapped(note, width));
         let notes: Vec<Line<'_>> = notes.map(|line| line.red().into()).collect();
         let notes_len = u16::try_from(notes.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
@@ -58,7 +60,8 @@ impl Screen {
         let hidden = Column::all().len() - columns.len();
         let more = if hidden == 0 { String::new() } else { format!("   {hidden}\u{a0}columns\u{a0}hidden") };
         let keys: Vec<Line<'_>> = wrapped(&format!("{KEYS}{more}"), width).into_iter().map(|line| line.dim().into()).collect();
-        let title: Vec<Line<'_>> = wrapped(&table.title, width).into_iter().map(|line| line.bold().into()).collect();
+        let age = stale.map_or_else(String::new, |(_, age)| format!("not up to date, from {} s ago: ", age.as_secs()));
+        let title: Vec<Line<'_>> = wrapped(&(age + &table.title), width).into_iter().map(|line| line.bold().into()).collect();
         let (above, under) =
             (Constraint::Length((title.len() as u16).min(frame.area().height / 3).max(2)), Constraint::Length(keys.len() as u16));
         let parts = [above, Constraint::Min(3), Constraint::Length(notes_len), under];
@@ -101,7 +104,6 @@ mod tests {
     use super::super::table::tests::{cluster, table};
     use super::*;
     use ratatui::{Terminal, backend::TestBackend};
-    use std::time::Duration;
 
     fn drawn(screen: &mut Screen, problem: Option<&str>) -> Vec<String> {
         drawn_at(130, screen, &table(), problem)
@@ -110,7 +112,8 @@ mod tests {
     fn drawn_at(width: u16, screen: &mut Screen, table: &TextTable, problem: Option<&str>) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, 13)).expect("the test terminal does not fail");
         let table = screen.sorted(table.clone());
-        terminal.draw(|frame| screen.draw(frame, &table, problem)).expect("the test terminal does not fail");
+        let stale = problem.map(|problem| (problem, Duration::from_secs(7)));
+        terminal.draw(|frame| screen.draw(frame, &table, stale)).expect("the test terminal does not fail");
         let buffer = terminal.backend().buffer();
         let cells: Vec<&str> = buffer.content().iter().map(|cell| cell.symbol()).collect();
         cells.chunks(width.into()).map(|line| line.concat().trim_end().to_owned()).collect()
@@ -135,6 +138,7 @@ mod tests {
         assert!(lines[12] == KEYS);
         let lines = drawn(&mut screen, Some("no router answers"));
         assert!(lines.iter().any(|line| line == "no router answers") && lines[6].contains("87.5%"), "{lines:#?}");
+        assert_eq!(lines[0], "not up to date, from 7 s ago: blue serves m: 2 of 3 workers, 6 requests");
     }
 
     #[test]

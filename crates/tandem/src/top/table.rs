@@ -1,6 +1,6 @@
 //! A router's view of its workers as a table. This module does no I/O.
 
-use crate::text_table::text_table_with_gap;
+use crate::text_table::{counted, text_table_with_gap};
 use clap::ValueEnum;
 use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
 use tandem_proto::v1::{StepTotals, TierView, UnavailableWorker, WorkerView, WorkersReply};
@@ -170,10 +170,12 @@ impl TextTable {
         let models: Vec<&str> = now.models.iter().filter_map(|model| Some(&*model.identity.as_ref()?.model)).collect();
         let models = if models.is_empty() { "nothing yet".to_owned() } else { models.join(", ") };
         let mut title = format!("{} serves {models}", identity.cluster);
-        write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.known_workers, now.bookings)
+        let requests = counted(now.bookings, "request");
+        write!(title, ": {} of {} workers, {requests}", now.workers.len(), now.known_workers)
             .expect("writing to a string does not fail");
         if now.peers > 0 {
-            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("writing to a string does not fail");
+            write!(title, ", {} by {}", now.peer_bookings, counted(now.peers, "other router"))
+                .expect("writing to a string does not fail");
         }
         let reasons = now.unavailable.iter().map(|absent| match &*absent.worker_id {
             "" => format!("{}: {}", absent.address, absent.reason),

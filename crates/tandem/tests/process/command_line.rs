@@ -146,6 +146,20 @@ fn empty_environment_variable_is_treated_as_unset() {
 }
 
 #[test]
+fn wrong_environment_variables_are_named() {
+    for (args, named) in [(&["up"][..], "TANDEM_PREFILL_WORKERS"), (&["up", "--prefill-workers", "x"], "--prefill-workers <N>")] {
+        let output = tandem(args).env("TANDEM_PREFILL_WORKERS", "x").output().expect("the binary runs");
+        let error = text(&output.stderr);
+        assert!(error.contains(&format!("invalid value 'x' for '{named}': write a whole number")), "{error}");
+    }
+    let mut command = tandem(&["up", "--engine", "sim", "--listen", "127.0.0.1:0"]);
+    let up = Up::of(command.env("TANDEM_ENGIN", "sim").env("TANDEM_API_KEY", "k"));
+    up.signal("-TERM");
+    let (_, log) = up.wait();
+    assert!(log.contains("TANDEM_ENGIN") && !log.contains("TANDEM_API_KEY"), "{log}");
+}
+
+#[test]
 fn second_signal_ends_the_grace_period() {
     for (grace, second) in [("1", false), ("60", true)] {
         let up = sim(&["--grace-period", grace]);
