@@ -104,7 +104,7 @@ const TERMS = {
   'Decode worker': 'Worker that generated the tokens',
   'Queue time on the decode worker': 'Time in the queue of the decode worker',
   'Failed attempts': 'Attempts that ended before a token was generated; the request was repeated on other workers',
-  'Resumed on another worker': 'How often the answer continued on another worker after its own was lost',
+  'Resumed on another worker': 'Workers on which the answer continued after its own was lost',
 
   // The costs of a placement.
   'Overlap': 'Leading blocks of the prompt that the router knows on the worker',

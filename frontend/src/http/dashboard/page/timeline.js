@@ -1,8 +1,15 @@
 // The stages of one request as bars and as a table.
 
-import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
+import { byId, bytes, clock, count, counted, duration, el, svg } from './dom.js';
 import { about, head } from './terms.js';
 import { prefixFacts, sentence } from './why.js';
+
+// Returns the decode workers of a request in order, each with the tokens that it generated.
+function generated({ decode_worker: first, resumed_on: later, completion_tokens: all }) {
+  const parts = [{ worker: first, after_tokens: 0 }, ...later];
+  const tokens = (at) => (parts[at + 1]?.after_tokens ?? all) - parts[at].after_tokens;
+  return parts.map(({ worker }, at) => `${worker}, ${counted(tokens(at), 'token')}`).join('; ');
+}
 
 // Returns the stages of a request, from its arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
@@ -17,7 +24,7 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
     ['transfer', 'KV transfer', steps.started_ms === null ? null : Math.max(steps.started_ms - transfer, 0), transfer > 0 ? steps.started_ms : null,
       `${bytes(record.kv_transfer_bytes)} to ${record.decode_worker}, during prefill`],
     ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
-    ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, `${record.decode_worker}, ${count(record.completion_tokens)} tokens`],
+    ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, generated(record)],
   ].filter(([, , from, to]) => from !== null && to !== null);
   // Without a first token, only the time at which the request ended is known.
   return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'no first token']];
@@ -69,7 +76,8 @@ function facts(record) {
     ['Decode worker', known(record.decode_worker)],
     ['Queue time on the decode worker', known(duration(record.queue_ms))],
     ['Failed attempts', known(record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none')],
-    ['Resumed on another worker', record.migrations === 0 ? 'no' : `${record.migrations} times`],
+    ['Resumed on another worker',
+      record.resumed_on.map(({ worker, after_tokens: tokens }) => `on ${worker}, after ${counted(tokens, 'token')}`).join('; ') || 'no'],
   ];
   return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', { title: about(name) }, name), el('dd', {}, value))));
 }
