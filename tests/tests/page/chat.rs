@@ -182,10 +182,10 @@ async fn answer_is_stopped_by_key_and_by_button_and_errors_are_shown() -> Result
         let body = json!({ "error": { "message": message } }).to_string();
         format!("window.fetch = async () => new Response({}, {{ status: {status} }})", json!(body))
     };
-    assert_eq!(browser.value("document.getElementById('chat-key-part').hidden").await?, true);
+    assert_eq!(browser.value("document.getElementById('key-part').hidden").await?, true);
     browser.value(&refusal(401, "this server wants a key")).await?;
     say(&mut browser, "once more").await?;
     browser.until("document.querySelector('#conversation > li:last-child .problem')?.textContent === 'No answer: this server wants a key'").await?;
-    assert_eq!(browser.value("document.getElementById('chat-key-part').hidden").await?, false);
+    assert_eq!(browser.value("document.getElementById('key-part').hidden").await?, false);
     looks::are_good(&mut browser, "chat-stopped").await
 }

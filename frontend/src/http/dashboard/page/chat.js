@@ -1,5 +1,6 @@
 // A conversation with the model over this frontend's API. Only this page stores it.
 
+import { ask, keyRefused } from './api.js';
 import { copyButton } from './copy.js';
 import { byId, count, duration, el, offerModels, setText } from './dom.js';
 import { showMarkdown } from './markdown.js';
@@ -11,8 +12,6 @@ const END_PX = 48;
 let messages = [];
 // The AbortController of the running request; null if there is none.
 let running = null;
-// Whether the server has refused the key or the lack of one. If so, a changed key causes another request for the models.
-let keyRefused = false;
 
 // Returns the events of a streamed answer, as objects.
 async function* events(body) {
@@ -29,19 +28,6 @@ async function* events(body) {
       yield JSON.parse(data);
     }
   }
-}
-
-// Sends a request with the key, if there is one. Shows the field for the key if the server replies 401.
-async function ask(path, options = {}) {
-  const key = byId('chat-key').value;
-  const answer = await fetch(path, { ...options, headers: { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) } });
-  if (answer.status === 401) {
-    byId('chat-key-part').hidden = false;
-    keyRefused = true;
-  }
-  if (answer.ok) return answer;
-  const { error } = await answer.json();
-  throw new Error(error.message);
 }
 
 async function request(signal) {
@@ -183,10 +169,7 @@ function listen() {
   });
   byId('chat-stop').addEventListener('click', () => running?.abort());
   byId('chat-clear').addEventListener('click', clear);
-  byId('chat-key').addEventListener('change', () => {
-    keyRefused = false;
-    showState();
-  });
+  byId('key').addEventListener('change', showState);
   for (const example of byId('examples').querySelectorAll('button')) {
     example.addEventListener('click', () => send(example.textContent));
   }
