@@ -177,6 +177,16 @@ async fn answer_is_stopped_by_key_and_by_button_and_errors_are_shown() -> Result
         let stopped = "[...document.querySelectorAll('.problem')].filter((line) => line.textContent === 'Stopped.').length";
         browser.until(&format!("{stopped} === {turn} && !document.getElementById('chat-send').disabled")).await?;
     }
+    // The server is lost within an answer, and then before one.
+    let lost = "void setTimeout(() => stream.error(new TypeError('network error')), 200)";
+    browser.value(&scripted(&[json!({ "content": "It begins" })], lost)).await?;
+    for problem in ["The answer ended early: the connection to the server was lost", "No answer: The server does not answer"] {
+        say(&mut browser, "continue").await?;
+        let shown = "document.querySelector('#conversation > li:last-child .problem')?.textContent";
+        browser.until(&format!("{shown} === {}", json!(problem))).await?;
+        browser.value("window.fetch = async () => { throw new TypeError('Failed to fetch'); }").await?;
+    }
+    browser.until("document.getElementById('state').textContent === 'The server does not answer'").await?;
     // The page shows the API's own message of a refusal. If the key is missing, the page shows the field for it.
     let refusal = |status: u32, message: &str| {
         let body = json!({ "error": { "message": message } }).to_string();

@@ -1,6 +1,6 @@
 // A conversation with the model over this frontend's API. Only this page stores it.
 
-import { ask, keyRefused } from './api.js';
+import { ask, keyRefused, reach } from './api.js';
 import { copyButton } from './copy.js';
 import { byId, count, duration, el, offerModels, setText } from './dom.js';
 import { showMarkdown } from './markdown.js';
@@ -8,6 +8,7 @@ import { showMarkdown } from './markdown.js';
 const READY_MS = 5000;
 // The page scrolls with an answer if the end of the conversation is at most this many pixels below the window.
 const END_PX = 48;
+const LOST = 'the connection to the server was lost';
 
 let messages = [];
 // The AbortController of the running request; null if there is none.
@@ -18,8 +19,10 @@ async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new Error('the connection was closed before the end of the answer');
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === 'AbortError' ? error : new Error(LOST);
+    });
+    if (done) throw new Error(LOST);
     const parts = (rest + value).split('\n');
     rest = parts.pop();
     for (const line of parts.filter((part) => part.startsWith('data: '))) {
@@ -91,6 +94,9 @@ async function answer(place) {
       if (thought) follow(() => thoughts.append(thought));
       if (content) frame ??= requestAnimationFrame(show);
     }
+  } catch (error) {
+    if (error.name === 'AbortError') throw error;
+    throw new Error(`${first === null ? 'No answer' : 'The answer ended early'}: ${error.message}`);
   } finally {
     running = null;
     cancelAnimationFrame(frame);
@@ -116,7 +122,7 @@ async function send(message) {
   try {
     await answer(place);
   } catch (error) {
-    follow(() => place.append(el('p', { class: 'problem' }, error.name === 'AbortError' ? 'Stopped.' : `No answer: ${error.message}`)));
+    follow(() => place.append(el('p', { class: 'problem' }, error.name === 'AbortError' ? 'Stopped.' : error.message)));
   }
   place.removeAttribute('aria-busy');
   byId('chat-send').disabled = false;
@@ -141,7 +147,7 @@ async function showModels() {
 // Shows whether the server is ready, and the models once they are known.
 async function showState() {
   try {
-    const { status } = await (await fetch('ready', { cache: 'no-store' })).json();
+    const { status } = await (await reach('ready', { cache: 'no-store' })).json();
     setText(byId('state'), status === 'ready' ? 'Ready' : `Not ready: ${status}`);
     byId('state').className = status === 'ready' ? 'good' : 'bad';
     if (byId('chat-model').options.length === 0 && !keyRefused) await showModels();
