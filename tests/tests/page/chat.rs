@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::net::SocketAddr;
 use tandem_tests::{Client, prose, wait_until};
 
-const MODEL: &str = "m";
+const MODEL: &str = tandem_model_store::DEFAULT_MODEL_ID;
 const SECRET: &str = "wisteria";
 /// A text with all Markdown that the page shows, and with attacks that it must not execute.
 const HOSTILE: &str = r#"# A heading
@@ -76,6 +76,8 @@ const ANSWERS: &str = "document.querySelectorAll('#conversation [data-field=usag
 async fn conversation_by_keyboard_has_answers_with_their_cost() -> Result<()> {
     let (_cluster, client, _, mut browser) = start().await?;
     looks::are_good(&mut browser, "chat-empty").await?;
+    let temperature = tandem_model_store::chat_temperature(MODEL).map(|value| value.to_string());
+    assert_eq!(browser.value("document.getElementById('chat-temperature').placeholder").await?, json!(temperature));
     browser.value("document.getElementById('chat-max').value = 20").await?;
     for turn in 1..=2 {
         browser.walk("Tab", "#message").await?;

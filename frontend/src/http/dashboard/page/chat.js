@@ -33,9 +33,17 @@ async function* events(body) {
   }
 }
 
+// Returns the temperature to send if none is set; empty for the server's default. The default model of `tandem up` is so small that it loses the
+// thread at the usual temperature; `tandem chat` has the same rule.
+const usualTemperature = () => (byId('chat-model').value === 'SmolLM2-135M-Instruct' ? '0.2' : '');
+
+function showTemperature() {
+  byId('chat-temperature').placeholder = usualTemperature() || 'default';
+}
+
 async function request(signal) {
   const system = byId('chat-system').value.trim();
-  const temperature = byId('chat-temperature').value;
+  const temperature = byId('chat-temperature').value || usualTemperature();
   const body = {
     model: byId('chat-model').value,
     messages: [...(system ? [{ role: 'system', content: system }] : []), ...messages],
@@ -141,6 +149,7 @@ async function showModels() {
   const { data } = await (await ask('v1/models')).json();
   const models = data.filter(({ owned_by: owner }) => owner !== 'passthrough').map(({ id }) => id);
   offerModels('chat', models);
+  showTemperature();
   setText(byId('model'), models.join(', '));
 }
 
@@ -176,6 +185,7 @@ function listen() {
   byId('chat-stop').addEventListener('click', () => running?.abort());
   byId('chat-clear').addEventListener('click', clear);
   byId('key').addEventListener('change', showState);
+  byId('chat-model').addEventListener('change', showTemperature);
   for (const example of byId('examples').querySelectorAll('button')) {
     example.addEventListener('click', () => send(example.textContent));
   }
