@@ -74,7 +74,8 @@ function facts(record) {
     ['New tokens', count(record.completion_tokens)],
     ['Prefill worker', known(record.prefill_worker ?? `${record.decode_worker} (decode worker)`)],
     ['Decode worker', known(record.decode_worker)],
-    ['Queue time on the decode worker', known(duration(record.queue_ms))],
+    // If the decode worker computed the prompt, its queue is the stage above.
+    ...(record.prefill_worker === null ? [] : [['Queue time on the decode worker', duration(record.queue_ms)]]),
     ['Failed attempts', known(record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none')],
     ['Resumed on another worker',
       record.resumed_on.map(({ worker, after_tokens: tokens }) => `on ${worker}, after ${counted(tokens, 'token')}`).join('; ') || 'no'],
