@@ -101,7 +101,7 @@ const TERMS = {
   'Endpoint': 'Path of the API; streamed: the client received the tokens one after the other',
   'Predicted overlap': 'Leading blocks of the prompt that the router expected in the cache of the worker',
   'Prefill worker': 'Worker that computed the prompt',
-  'Decode worker': 'Worker that generated the tokens',
+  'Decode worker': 'Worker that generated the tokens, at first if the answer was resumed',
   'Queue time on the decode worker': 'Time until the decode worker had free blocks for the KV of the prompt',
   'Failed attempts': 'Attempts that ended before a token was generated; the request was repeated on other workers',
   'Resumed on another worker': 'Workers on which the answer continued after its own was lost',
