@@ -284,6 +284,7 @@ async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     };
     let shown = browser.value("document.querySelector('#explained .explanation').textContent").await?;
     assert_eq!(without_costs(&shown), without_costs(&expected["explanation"]));
+    browser.until("document.querySelector('#explained').getBoundingClientRect().top < innerHeight - 40").await?;
     let chosen = "[...document.querySelectorAll('#costs .chosen th')].map((head) => head.firstChild.textContent)";
     let prefill = expected["prefill_worker"].as_str().context("no prefill worker was chosen")?;
     assert_eq!(browser.value(chosen).await?, json!([format!("{prefill} prefills"), format!("{DECODE} receives")]));

@@ -64,5 +64,7 @@ export function listenToExplain() {
     } catch (error) {
       place.replaceChildren(el('p', { class: 'problem' }, `Explain failed: ${error.message}`));
     }
+    // The style sheet makes this smooth, unless the reader prefers no motion.
+    place.scrollIntoView({ block: 'nearest' });
   });
 }
