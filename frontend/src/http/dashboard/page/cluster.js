@@ -14,8 +14,8 @@ export function showCluster(cluster) {
     byId(role).replaceChildren(...(workers.length > 0 ? workers.map((worker) => card(worker, cluster.block_size)) : [none]));
   }
   byId('unavailable-part').hidden = cluster.unavailable.length === 0;
-  byId('unavailable').replaceChildren(...cluster.unavailable.map(({ address, reason, incompatible, router: by }) =>
-    el('li', {}, badge(incompatible ? 'incompatible' : 'unreachable', 'bad'), ' ', el('b', {}, address), ` – ${reason} (router ${by})`)));
+  byId('unavailable').replaceChildren(...cluster.unavailable.map(({ address, worker, reason, incompatible, router: by }) =>
+    el('li', {}, badge(incompatible ? 'incompatible' : 'unreachable', 'bad'), ' ', el('b', {}, worker || address), `${worker ? ` at ${address}` : ''} – ${reason} (router ${by})`)));
   showTable(cluster.workers);
 }
 
