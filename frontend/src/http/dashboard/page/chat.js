@@ -2,7 +2,7 @@
 
 import { ask, keyRefused, reach } from './api.js';
 import { copyButton } from './copy.js';
-import { byId, count, duration, el, offerModels, setText } from './dom.js';
+import { byId, count, counted, duration, el, offerModels, setText } from './dom.js';
 import { showMarkdown } from './markdown.js';
 
 const READY_MS = 5000;
@@ -70,7 +70,7 @@ function cost(usage, text, first, ms) {
   const speed = completion > 1 && seconds > 0 ? ` · ${count((completion - 1) / seconds)} tokens/s` : '';
   return el('div', { class: 'cost' },
     el('p', { class: 'note', 'data-field': 'usage', 'data-cached': String(details?.cached_tokens ?? '') },
-      `${count(details?.cached_tokens)} of ${count(prompt)} prompt tokens cached · first token after ${duration(first)} · ${count(completion)} tokens${speed}`),
+      `${count(details?.cached_tokens)} of ${counted(prompt, 'prompt token')} cached · first token after ${duration(first)} · ${counted(completion, 'token')}${speed}`),
     copyButton('Copy the answer', () => text));
 }
 

@@ -1,7 +1,7 @@
 // Shows where a prompt would be placed, and why: the frontend's answer to `x-tandem-explain`, as in `tandem route explain`.
 
 import { ask } from './api.js';
-import { byId, count, el, inOrder } from './dom.js';
+import { byId, count, counted, el, inOrder } from './dom.js';
 import { about, head } from './terms.js';
 
 const PARTS = ['total', 'queue', 'compute', 'interference', 'transfer', 'handoff', 'decode_load'];
@@ -59,7 +59,7 @@ export function listenToExplain() {
       const prompt = await explanation();
       place.replaceChildren(
         el('p', { class: 'explanation' }, prompt.explanation),
-        el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} reusable blocks of ${count(prompt.block_size)} tokens`),
+        el('p', { class: 'note' }, `${counted(prompt.prompt_tokens, 'token')}, ${counted(prompt.reusable_blocks, 'reusable block')} of ${count(prompt.block_size)} tokens`),
         ...table(prompt));
     } catch (error) {
       place.replaceChildren(el('p', { class: 'problem' }, `Explain failed: ${error.message}`));

@@ -1,6 +1,6 @@
 // The prompts that this frontend has recorded, newest first, and their statistics.
 
-import { arrange, brief, byId, clock, colour, count, duration, el, setText } from './dom.js';
+import { arrange, brief, byId, clock, colour, count, counted, duration, el, setText } from './dom.js';
 import { scatterChart } from './charts.js';
 import { openTimeline } from './timeline.js';
 import { sentence } from './why.js';
@@ -113,7 +113,7 @@ export function showScatter() {
   }));
   const over = points.filter(({ x, y }) => x > y).length;
   const under = points.filter(({ x, y }) => x < y).length;
-  const sum = `The latest ${count(points.length)} prompts: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
+  const sum = `The latest ${counted(points.length, 'prompt')}: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
   scatterChart(byId('scatter'), { points, format: brief, what: `Predicted and reported cached tokens. ${sum}` });
   setText(byId('scatter-sum'), points.length > 0 ? `${sum} Horizontal: predicted; vertical: reported.` : '');
 }

@@ -20,7 +20,7 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
     ['read', 'Read and tokenize', 0, steps.requested_ms, 'frontend'],
     ['route', steps.failed.length > 0 ? 'Route and failed attempts' : 'Route', steps.requested_ms, steps.placed_ms, 'router'],
     ['queue', 'Queue', steps.placed_ms, steps.scheduled_ms, place],
-    ['prefill', 'Prefill', steps.scheduled_ms, steps.started_ms, `${place}, ${count(computed)} tokens`],
+    ['prefill', 'Prefill', steps.scheduled_ms, steps.started_ms, `${place}, ${counted(computed, 'token')}`],
     ['transfer', 'KV transfer', steps.started_ms === null ? null : Math.max(steps.started_ms - transfer, 0), transfer > 0 ? steps.started_ms : null,
       `${bytes(record.kv_transfer_bytes)} to ${record.decode_worker}, during prefill`],
     ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
@@ -60,7 +60,7 @@ function facts(record) {
   const cached = record.cached_tokens === null ? (record.steps.first_token_ms === null ? 'no first token' : 'not reported before the end')
     : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
   const predicted = record.block_size === null ? '–'
-    : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;
+    : `${counted(record.overlap_blocks, 'block')}, ${counted(record.overlap_blocks * record.block_size, 'token')}`;
   // The workers are known only when the first token has arrived.
   const started = record.steps.first_token_ms !== null;
   const known = (text) => (started ? text : 'not known');
