@@ -128,14 +128,25 @@ pub(crate) struct PromptDetails {
     pub(crate) overlap_blocks: u32,
     /// The prefill worker's id; `None`: the decode worker computed the prompt itself.
     pub(crate) prefill_worker: Option<String>,
+    /// The decode worker that generated the first token.
     pub(crate) decode_worker: Option<String>,
     pub(crate) ttft_ms: f64,
     pub(crate) queue_ms: f64,
     pub(crate) kv_transfer_ms: f64,
     pub(crate) kv_transfer_bytes: u64,
-    pub(crate) migrations: u32,
+    pub(crate) migrations: usize,
+    /// The workers on which the generation was resumed, in order; as many as `migrations`.
+    pub(crate) resumed_on: Vec<ResumedOn>,
     /// `None`: the prompt was not placed, or the router does not know the prefix.
     pub(crate) prefix: Option<PrefixDetails>,
+}
+
+/// A decode worker on which a generation was resumed after its worker was lost.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct ResumedOn {
+    pub(crate) worker: String,
+    /// The tokens generated before, of all samples together.
+    pub(crate) after_tokens: u32,
 }
 
 /// The time at which each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before that stage did.
@@ -263,6 +274,7 @@ mod tests {
             kv_transfer_ms: 0.0,
             kv_transfer_bytes: 0,
             migrations: 0,
+            resumed_on: Vec::new(),
             prefix: None,
         };
         let facts = PrefixFacts { reusable_blocks: 6, expected_blocks: 2, held_blocks: 2, ..Default::default() };

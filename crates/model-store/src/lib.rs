@@ -14,7 +14,7 @@ mod stored;
 
 #[cfg(feature = "downloads")]
 pub use pypi::Pip;
-pub use source::{DEFAULT_MODEL_ID, InvalidSource, ModelSource, model_id};
+pub use source::{DEFAULT_MODEL_ID, InvalidSource, ModelSource, chat_temperature, model_id};
 pub use store::{Store, StoreArgs, StoreFolder, StoredModel, list, revision_in};
 #[cfg(feature = "downloads")]
 pub use stored::{named_in, remove, source_in};

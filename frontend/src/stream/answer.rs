@@ -67,7 +67,10 @@ impl Answer {
             }
         };
         match self.dispatcher.resume(*generation, error, &self.prompt, &self.samples.unfinished()).await {
-            Ok(generation) => (Ok(AnswerEvent::Resumed), Some(Self { generation: Some(Box::new(generation)), ..self })),
+            Ok(generation) => {
+                let event = AnswerEvent::Resumed(generation.decode_worker().to_owned());
+                (Ok(event), Some(Self { generation: Some(Box::new(generation)), ..self }))
+            }
             Err(error) => (Err(error), None),
         }
     }

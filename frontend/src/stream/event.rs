@@ -16,8 +16,8 @@ pub(crate) enum AnswerEvent {
     /// The logprobs of the prompt's own tokens. This event occurs only if they were requested, and before the first delta.
     PromptLogprobs(Vec<TokenLogprobs>),
     Delta(Delta),
-    /// The generation was resumed on another worker.
-    Resumed,
+    /// The generation was resumed on the decode worker with this name.
+    Resumed(String),
     /// All samples have ended. No event follows.
     Finished,
 }

@@ -5,8 +5,8 @@ use hyper::StatusCode;
 use serde_json::{Value, json};
 use std::time::Duration;
 use tandem_proto::v1::{
-    AttemptFailed, FailureReason, PrefillFinished, ResumedSample, Tokens, finished::FinishReason, generate_reply, route_reply,
-    route_request::Message as RouteMessage,
+    AttemptFailed, FailureReason, Placement, PrefillFinished, ResumedSample, Tokens, finished::FinishReason, generate_reply,
+    route_reply, route_request::Message as RouteMessage,
 };
 use tonic::Status;
 
@@ -31,7 +31,13 @@ fn lost(instance_id: &str, reason: FailureReason, generated_tokens: u32) -> Rece
 async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     let mut cluster = Cluster::start().await;
     cluster.place(cluster.remote(0, 16));
-    cluster.place(cluster.remote(9, 16));
+    let mut resumed = cluster.remote(9, 16);
+    if let route_reply::Message::Placement(Placement { decode: Some(decode), .. }) = &mut resumed
+        && let Some(worker) = &mut decode.worker
+    {
+        worker.worker_id = "d1".to_owned();
+    }
+    cluster.place(resumed);
     let options = json!({ "stream": true, "stream_options": { "include_usage": true }, "max_tokens": 9 });
     let reply = cluster.spawn_post(CHAT, chat(options));
     let first = cluster.call().await;
@@ -62,6 +68,9 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     assert_eq!(last["usage"]["completion_tokens"], 5, "each token counts once, the stop token too");
     assert_eq!(last["usage"]["prompt_tokens_details"]["cached_tokens"], 16, "the count of the attempt that sent the first token");
     assert_eq!(last["tandem"]["migrations"], 2);
+    let resumed_on = [("d1", 2), ("d0", 3)].map(|(worker, tokens)| json!({ "worker": worker, "after_tokens": tokens }));
+    assert_eq!(last["tandem"]["resumed_on"], json!(resumed_on));
+    assert_eq!(last["tandem"]["decode_worker"], "d0", "the worker that generated the first token");
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
     let released = |cached_tokens| Received::Message(RouteMessage::PrefillFinished(PrefillFinished { cached_tokens }));
     assert_eq!(cluster.received().await, released(Some(16)));

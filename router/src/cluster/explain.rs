@@ -5,8 +5,9 @@ use crate::route::Cost;
 use std::{collections::HashMap, time::Duration};
 use tandem_proto::{tier_names, v1};
 
-/// Returns the reply that explains a decision. `members` are all members.
-pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) -> v1::ExplainReply {
+/// Returns the reply that explains a decision. `members` are all members. `assumed_rate` is the prefill rate of workers if none has measured
+/// one.
+pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>, assumed_rate: f64) -> v1::ExplainReply {
     let PlacementDecision { query, candidates, costs, choice, .. } = decision;
     let workers = decision.members.iter().zip(candidates).zip(costs).map(|((member, candidate), costs)| v1::ExplainedWorker {
         worker: Some(member.reference()),
@@ -29,7 +30,8 @@ pub(super) fn reply(members: &ClusterMembers, decision: &PlacementDecision<'_>) 
         Ok(choice) => {
             let name = |at: usize| decision.members[at].info.worker_id.as_str();
             let facts = decision.facts(members, *choice, 0, members.now());
-            (Some(decision.placement(*choice, Duration::ZERO, facts)), texts::explanation(*choice, costs, candidates, name))
+            let explanation = texts::explanation(*choice, costs, candidates, name) + &texts::assumed(candidates, assumed_rate);
+            (Some(decision.placement(*choice, Duration::ZERO, facts)), explanation)
         }
         Err(error) => (None, error.to_string()),
     };

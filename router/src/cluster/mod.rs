@@ -421,7 +421,7 @@ impl ClusterState {
     /// Returns where the request would be placed now, and why; books nothing.
     pub(crate) fn explain(&self, request: &PlacementRequest) -> v1::ExplainReply {
         match self.placer.preview(&self.members, request) {
-            Ok(decision) => explain::reply(&self.members, &decision),
+            Ok(decision) => explain::reply(&self.members, &decision, self.settings.costs.prefill_tokens_per_second),
             Err(error) => v1::ExplainReply { explanation: error.to_string(), ..Default::default() },
         }
     }

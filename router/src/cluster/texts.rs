@@ -68,6 +68,12 @@ pub(super) fn explanation<'a>(
     format!("cheapest is {chosen}: {:.1} ms; {alternatives}", ms.unwrap_or_default())
 }
 
+/// Returns the addition to an explanation that the costs assume this prefill rate; empty if a worker has measured one.
+pub(super) fn assumed(workers: &[Candidate], tokens_per_second: f64) -> String {
+    let is_measured = workers.iter().any(|worker| worker.prefill_tokens_per_second.is_some());
+    if is_measured { String::new() } else { format!("; prefill rate not measured yet: {tokens_per_second:.0} tokens/s assumed") }
+}
+
 /// Returns the name of a transfer family in a message to operators.
 fn family(family: Option<&str>) -> String {
     match family {

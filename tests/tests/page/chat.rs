@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::net::SocketAddr;
 use tandem_tests::{Client, prose, wait_until};
 
-const MODEL: &str = "m";
+const MODEL: &str = tandem_model_store::DEFAULT_MODEL_ID;
 const SECRET: &str = "wisteria";
 /// A text with all Markdown that the page shows, and with attacks that it must not execute.
 const HOSTILE: &str = r#"# A heading
@@ -76,6 +76,8 @@ const ANSWERS: &str = "document.querySelectorAll('#conversation [data-field=usag
 async fn conversation_by_keyboard_has_answers_with_their_cost() -> Result<()> {
     let (_cluster, client, _, mut browser) = start().await?;
     looks::are_good(&mut browser, "chat-empty").await?;
+    let temperature = tandem_model_store::chat_temperature(MODEL).map(|value| value.to_string());
+    assert_eq!(browser.value("document.getElementById('chat-temperature').placeholder").await?, json!(temperature));
     browser.value("document.getElementById('chat-max').value = 20").await?;
     for turn in 1..=2 {
         browser.walk("Tab", "#message").await?;
@@ -177,15 +179,25 @@ async fn answer_is_stopped_by_key_and_by_button_and_errors_are_shown() -> Result
         let stopped = "[...document.querySelectorAll('.problem')].filter((line) => line.textContent === 'Stopped.').length";
         browser.until(&format!("{stopped} === {turn} && !document.getElementById('chat-send').disabled")).await?;
     }
+    // The server is lost within an answer, and then before one.
+    let lost = "void setTimeout(() => stream.error(new TypeError('network error')), 200)";
+    browser.value(&scripted(&[json!({ "content": "It begins" })], lost)).await?;
+    for problem in ["The answer ended early: the connection to the server was lost", "No answer: The server does not answer"] {
+        say(&mut browser, "continue").await?;
+        let shown = "document.querySelector('#conversation > li:last-child .problem')?.textContent";
+        browser.until(&format!("{shown} === {}", json!(problem))).await?;
+        browser.value("window.fetch = async () => { throw new TypeError('Failed to fetch'); }").await?;
+    }
+    browser.until("document.getElementById('state').textContent === 'The server does not answer'").await?;
     // The page shows the API's own message of a refusal. If the key is missing, the page shows the field for it.
     let refusal = |status: u32, message: &str| {
         let body = json!({ "error": { "message": message } }).to_string();
         format!("window.fetch = async () => new Response({}, {{ status: {status} }})", json!(body))
     };
-    assert_eq!(browser.value("document.getElementById('chat-key-part').hidden").await?, true);
+    assert_eq!(browser.value("document.getElementById('key-part').hidden").await?, true);
     browser.value(&refusal(401, "this server wants a key")).await?;
     say(&mut browser, "once more").await?;
     browser.until("document.querySelector('#conversation > li:last-child .problem')?.textContent === 'No answer: this server wants a key'").await?;
-    assert_eq!(browser.value("document.getElementById('chat-key-part').hidden").await?, false);
+    assert_eq!(browser.value("document.getElementById('key-part').hidden").await?, false);
     looks::are_good(&mut browser, "chat-stopped").await
 }

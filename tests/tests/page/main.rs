@@ -284,10 +284,29 @@ async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     };
     let shown = browser.value("document.querySelector('#explained .explanation').textContent").await?;
     assert_eq!(without_costs(&shown), without_costs(&expected["explanation"]));
+    browser.until("document.querySelector('#explained').getBoundingClientRect().top < innerHeight - 40").await?;
     let chosen = "[...document.querySelectorAll('#costs .chosen th')].map((head) => head.firstChild.textContent)";
     let prefill = expected["prefill_worker"].as_str().context("no prefill worker was chosen")?;
     assert_eq!(browser.value(chosen).await?, json!([format!("{prefill} prefills"), format!("{DECODE} receives")]));
     Ok(())
+}
+
+/// Asserts that Explain has a field for the API key if the server wants one, and sends the key.
+async fn explains_with_a_key(browser: &mut Browser) -> Result<()> {
+    let wants_a_key = r#"const served = window.fetch;
+        window.fetch = async (path, options) => path.startsWith('v1/') && options.headers.authorization !== 'Bearer a-key'
+            ? new Response('{"error": {"message": "this server wants a key"}}', { status: 401 }) : served(path, options);
+        0"#;
+    browser.value(wants_a_key).await?;
+    assert_eq!(browser.value("document.getElementById('key-part').hidden").await?, true);
+    let ask = "document.querySelector('#explain-form [type=submit]').click()";
+    browser.value(ask).await?;
+    let refused = "document.querySelector('#explained .problem')?.textContent === 'Explain failed: this server wants a key'";
+    browser.until(&format!("{refused} && !document.getElementById('key-part').hidden")).await?;
+    browser.value("document.getElementById('key').focus()").await?;
+    browser.write("a-key").await?;
+    browser.value(ask).await?;
+    browser.until("document.querySelector('#explained .explanation') !== null").await
 }
 
 /// Asserts that names and prompts are escaped, and that the content security policy blocks injected scripts and connections to other
@@ -337,6 +356,7 @@ async fn dashboard_matches_metrics_in_a_real_browser() -> Result<()> {
     works_by_keyboard(&mut browser).await?;
     shows_chunks(&mut browser, &client).await?;
     explains(&mut browser, &client).await?;
+    explains_with_a_key(&mut browser).await?;
     explains_every_term(&mut browser).await?;
     // The explanation and the timeline are opened, so that their tables are checked as well.
     browser.value("document.querySelector('#recent tbody button').click()").await?;

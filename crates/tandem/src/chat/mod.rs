@@ -20,7 +20,7 @@ use std::{
     io::{Write, stdout},
     sync::Arc,
 };
-use tandem_model_store::DEFAULT_MODEL_ID;
+use tandem_model_store::chat_temperature;
 use tandem_process::retry::error_chain;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -46,9 +46,6 @@ pub struct ChatArgs {
     #[arg(long, value_name = "NAME", default_value = KEY_VARIABLE)]
     key_env: String,
 }
-
-/// The temperature of the default model of `tandem up`. At 1, which is usual, a model of this size loses the thread within a sentence.
-const DEFAULT_MODEL_TEMPERATURE: f64 = 0.2;
 
 pub(super) const WANTED: &str =
     "`tandem chat` needs a frontend, or another server with OpenAI's API; `tandem up` starts one at 127.0.0.1:8000";
@@ -188,8 +185,7 @@ impl ChatSession {
         if let Some(max_tokens) = self.args.max_tokens {
             body["max_tokens"] = max_tokens.into();
         }
-        let default = (self.model == DEFAULT_MODEL_ID).then_some(DEFAULT_MODEL_TEMPERATURE);
-        if let Some(temperature) = self.temperature.or(default) {
+        if let Some(temperature) = self.temperature.or_else(|| chat_temperature(&self.model)) {
             body["temperature"] = temperature.into();
         }
         body
@@ -324,7 +320,7 @@ mod tests {
     fn only_the_small_default_model_has_a_low_temperature_until_one_is_set() {
         let temperature = |session: &ChatSession| session.request()["temperature"].as_f64();
         assert_eq!(temperature(&session("another")), None);
-        let mut small = session(DEFAULT_MODEL_ID);
+        let mut small = session(tandem_model_store::DEFAULT_MODEL_ID);
         assert_eq!(temperature(&small), Some(0.2));
         let done = small.obey(ChatCommand::of("/set temperature 1")).expect("no request is sent");
         assert_eq!(done, "the temperature is 1\n");

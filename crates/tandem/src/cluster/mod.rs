@@ -22,6 +22,7 @@ use parts::ClusterParts;
 use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_frontend::{FrontendSettings, Renderer};
+use tandem_model_store::chat_temperature;
 use tandem_process::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     channel::Channel,
@@ -268,8 +269,9 @@ impl ServedProcess for Cluster {
         places.push(("chat", format!("{url}/chat")));
         places.extend(self.access.shows_dashboard.then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
+        let temperature = chat_temperature(model).map_or_else(String::new, |value| format!(r#""temperature": {value}, "#));
         let body = format!(
-            r#"'{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}'"#
+            r#"'{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, {temperature}"messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}'"#
         );
         let top = match (&self.file, &self.key) {
             (Some(_), _) => format!("  tandem top {url}\n"),

@@ -5,7 +5,9 @@ use crate::{audit::LastAudit, clock::unix_ms, dispatch::DispatchError};
 use futures::{StreamExt, future::OptionFuture};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
-use tandem_proto::v1::{Identity, Load, PlacementTotals, TierView, WantedWorkers, WorkerInfo, WorkerView, WorkersReply};
+use tandem_proto::v1::{
+    Identity, Load, PlacementTotals, TierView, UnavailableWorker, WantedWorkers, WorkerInfo, WorkerView, WorkersReply,
+};
 
 /// Each router's view of the cluster, by the router's address.
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
@@ -163,13 +165,14 @@ fn loads(load: &Load) -> Value {
     })
 }
 
-/// Returns the workers to which a router does not route, with the router's reason. A worker to which another router routes is also in the
-/// list of [`workers`].
+/// Returns the workers to which a router does not route, with the router's reason, and with their ids if they were members. A worker to
+/// which another router routes is also in the list of [`workers`].
 fn unavailable(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let unavailable = replies.iter().flat_map(|(router, reply)| reply.unavailable.iter().map(move |worker| (router, worker)));
     unavailable
         .map(|(router, worker)| {
-            json!({ "address": worker.address, "reason": worker.reason, "incompatible": worker.incompatible, "router": router })
+            let UnavailableWorker { address, reason, incompatible, worker_id } = worker;
+            json!({ "address": address, "worker": worker_id, "reason": reason, "incompatible": incompatible, "router": router })
         })
         .collect()
 }
@@ -177,7 +180,7 @@ fn unavailable(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_proto::v1::{CacheTotals, UnavailableWorker};
+    use tandem_proto::v1::CacheTotals;
 
     fn view(worker_id: &str, instance_id: &str, prompts: u64) -> WorkerView {
         let info = WorkerInfo { worker_id: worker_id.to_owned(), instance_id: instance_id.to_owned(), ..Default::default() };
@@ -201,7 +204,8 @@ mod tests {
         let one = WorkersReply { workers: vec![view("p0", "a", 4), view("p1", "b", 1)], ..Default::default() };
         let mut failing = view("p1", "b", 1);
         failing.circuit_open = true;
-        let unavailable_at = |address: &str| UnavailableWorker { address: address.to_owned(), ..Default::default() };
+        let unavailable_at =
+            |address: &str| UnavailableWorker { address: address.to_owned(), worker_id: "d1".to_owned(), ..Default::default() };
         let other = WorkersReply {
             workers: vec![view("p0", "a", 5), failing],
             unavailable: vec![unavailable_at("x:1")],
@@ -218,7 +222,8 @@ mod tests {
         assert_eq!((&p0["placements"]["prefill"], &p0["placements"]["overlap_blocks"]), (&json!(4), &json!(14)));
         assert_eq!(p0["placements"]["overlap_under_tokens"], 32);
         assert_eq!(found[1]["health"], "circuit_open");
-        assert_eq!(unavailable(&replies), [json!({ "address": "x:1", "reason": "", "incompatible": false, "router": "r1:1" })]);
+        let expected = json!({ "address": "x:1", "worker": "d1", "reason": "", "incompatible": false, "router": "r1:1" });
+        assert_eq!(unavailable(&replies), [expected]);
     }
 
     #[test]

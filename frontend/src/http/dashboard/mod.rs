@@ -33,12 +33,13 @@ const DASHBOARD: &str = include_str!("page/page.html");
 const CHAT: &str = include_str!("page/chat.html");
 
 /// The files of the pages, each with its name, content type and content.
-const FILES: [(&str, &str, &str); 16] = [
+const FILES: [(&str, &str, &str); 17] = [
     ("page.css", CSS, include_str!("page/page.css")),
     ("chat.css", CSS, include_str!("page/chat.css")),
     ("copy.js", JS, include_str!("page/copy.js")),
     ("markdown.js", JS, include_str!("page/markdown.js")),
     ("icon.svg", SVG, include_str!("page/icon.svg")),
+    ("api.js", JS, include_str!("page/api.js")),
     ("main.js", JS, include_str!("page/main.js")),
     ("dom.js", JS, include_str!("page/dom.js")),
     ("metrics.js", JS, include_str!("page/metrics.js")),

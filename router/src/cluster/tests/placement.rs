@@ -338,6 +338,11 @@ fn explanation_matches_the_placement_and_adds_no_booking() {
             format!("prefill on {},", name(&placement.prefill))
         });
         assert!(reply.explanation.contains(&chosen) && reply.explanation.contains("ms; "), "{}", reply.explanation);
+        let assumed = "; prefill rate not measured yet: 2000 tokens/s assumed";
+        assert!(reply.explanation.ends_with(assumed), "{}", reply.explanation);
+        scenario.reports("d0", vec![], Load { prefill_tokens_per_second: 1_000.0, ..Default::default() }, &[]);
+        let measured = scenario.state.explain(&request).explanation;
+        assert!(!measured.contains("assumed"), "one rate is measured, and the others are assumed to be equal: {measured}");
         scenario.state.release(booking);
         scenario.assert_idle();
     }

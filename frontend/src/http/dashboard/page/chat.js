@@ -1,26 +1,28 @@
 // A conversation with the model over this frontend's API. Only this page stores it.
 
+import { ask, keyRefused, reach } from './api.js';
 import { copyButton } from './copy.js';
-import { byId, count, duration, el, offerModels, setText } from './dom.js';
+import { byId, count, counted, duration, el, offerModels, setText } from './dom.js';
 import { showMarkdown } from './markdown.js';
 
 const READY_MS = 5000;
 // The page scrolls with an answer if the end of the conversation is at most this many pixels below the window.
 const END_PX = 48;
+const LOST = 'the connection to the server was lost';
 
 let messages = [];
 // The AbortController of the running request; null if there is none.
 let running = null;
-// Whether the server has refused the key or the lack of one. If so, a changed key causes another request for the models.
-let keyRefused = false;
 
 // Returns the events of a streamed answer, as objects.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new Error('the connection was closed before the end of the answer');
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === 'AbortError' ? error : new Error(LOST);
+    });
+    if (done) throw new Error(LOST);
     const parts = (rest + value).split('\n');
     rest = parts.pop();
     for (const line of parts.filter((part) => part.startsWith('data: '))) {
@@ -31,22 +33,17 @@ async function* events(body) {
   }
 }
 
-// Sends a request with the key, if there is one. Shows the field for the key if the server replies 401.
-async function ask(path, options = {}) {
-  const key = byId('chat-key').value;
-  const answer = await fetch(path, { ...options, headers: { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) } });
-  if (answer.status === 401) {
-    byId('chat-key-part').hidden = false;
-    keyRefused = true;
-  }
-  if (answer.ok) return answer;
-  const { error } = await answer.json();
-  throw new Error(error.message);
+// Returns the temperature to send if none is set; empty for the server's default. The default model of `tandem up` is so small that it loses the
+// thread at the usual temperature; `tandem chat` has the same rule.
+const usualTemperature = () => (byId('chat-model').value === 'SmolLM2-135M-Instruct' ? '0.2' : '');
+
+function showTemperature() {
+  byId('chat-temperature').placeholder = usualTemperature() || 'default';
 }
 
 async function request(signal) {
   const system = byId('chat-system').value.trim();
-  const temperature = byId('chat-temperature').value;
+  const temperature = byId('chat-temperature').value || usualTemperature();
   const body = {
     model: byId('chat-model').value,
     messages: [...(system ? [{ role: 'system', content: system }] : []), ...messages],
@@ -73,7 +70,7 @@ function cost(usage, text, first, ms) {
   const speed = completion > 1 && seconds > 0 ? ` · ${count((completion - 1) / seconds)} tokens/s` : '';
   return el('div', { class: 'cost' },
     el('p', { class: 'note', 'data-field': 'usage', 'data-cached': String(details?.cached_tokens ?? '') },
-      `${count(details?.cached_tokens)} of ${count(prompt)} prompt tokens cached · first token after ${duration(first)} · ${count(completion)} tokens${speed}`),
+      `${count(details?.cached_tokens)} of ${counted(prompt, 'prompt token')} cached · first token after ${duration(first)} · ${counted(completion, 'token')}${speed}`),
     copyButton('Copy the answer', () => text));
 }
 
@@ -105,6 +102,9 @@ async function answer(place) {
       if (thought) follow(() => thoughts.append(thought));
       if (content) frame ??= requestAnimationFrame(show);
     }
+  } catch (error) {
+    if (error.name === 'AbortError') throw error;
+    throw new Error(`${first === null ? 'No answer' : 'The answer ended early'}: ${error.message}`);
   } finally {
     running = null;
     cancelAnimationFrame(frame);
@@ -130,7 +130,7 @@ async function send(message) {
   try {
     await answer(place);
   } catch (error) {
-    follow(() => place.append(el('p', { class: 'problem' }, error.name === 'AbortError' ? 'Stopped.' : `No answer: ${error.message}`)));
+    follow(() => place.append(el('p', { class: 'problem' }, error.name === 'AbortError' ? 'Stopped.' : error.message)));
   }
   place.removeAttribute('aria-busy');
   byId('chat-send').disabled = false;
@@ -149,13 +149,14 @@ async function showModels() {
   const { data } = await (await ask('v1/models')).json();
   const models = data.filter(({ owned_by: owner }) => owner !== 'passthrough').map(({ id }) => id);
   offerModels('chat', models);
+  showTemperature();
   setText(byId('model'), models.join(', '));
 }
 
 // Shows whether the server is ready, and the models once they are known.
 async function showState() {
   try {
-    const { status } = await (await fetch('ready', { cache: 'no-store' })).json();
+    const { status } = await (await reach('ready', { cache: 'no-store' })).json();
     setText(byId('state'), status === 'ready' ? 'Ready' : `Not ready: ${status}`);
     byId('state').className = status === 'ready' ? 'good' : 'bad';
     if (byId('chat-model').options.length === 0 && !keyRefused) await showModels();
@@ -183,10 +184,8 @@ function listen() {
   });
   byId('chat-stop').addEventListener('click', () => running?.abort());
   byId('chat-clear').addEventListener('click', clear);
-  byId('chat-key').addEventListener('change', () => {
-    keyRefused = false;
-    showState();
-  });
+  byId('key').addEventListener('change', showState);
+  byId('chat-model').addEventListener('change', showTemperature);
   for (const example of byId('examples').querySelectorAll('button')) {
     example.addEventListener('click', () => send(example.textContent));
   }

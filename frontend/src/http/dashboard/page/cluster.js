@@ -1,6 +1,6 @@
 // The cluster's processes with their health and load, and the table of the workers' counters.
 
-import { arrange, byId, bytes, colour, count, duration, el, share, svg } from './dom.js';
+import { arrange, byId, bytes, colour, count, counted, duration, el, share, svg } from './dom.js';
 import { about } from './terms.js';
 
 const rows = new Map();
@@ -14,8 +14,8 @@ export function showCluster(cluster) {
     byId(role).replaceChildren(...(workers.length > 0 ? workers.map((worker) => card(worker, cluster.block_size)) : [none]));
   }
   byId('unavailable-part').hidden = cluster.unavailable.length === 0;
-  byId('unavailable').replaceChildren(...cluster.unavailable.map(({ address, reason, incompatible, router: by }) =>
-    el('li', {}, badge(incompatible ? 'incompatible' : 'unreachable', 'bad'), ' ', el('b', {}, address), ` – ${reason} (router ${by})`)));
+  byId('unavailable').replaceChildren(...cluster.unavailable.map(({ address, worker, reason, incompatible, router: by }) =>
+    el('li', {}, badge(incompatible ? 'incompatible' : 'unreachable', 'bad'), ' ', el('b', {}, worker || address), `${worker ? ` at ${address}` : ''} – ${reason} (router ${by})`)));
   showTable(cluster.workers);
 }
 
@@ -31,9 +31,9 @@ function frontend({ unavailable_reason: reason, models, version, cluster }) {
 
 function router({ address, problem, bookings, peer_bookings, peers, synced_workers, known_workers }) {
   const summary = bookings === undefined ? null : [
-    `${count(bookings)} bookings`,
-    peers > 0 ? `${count(peer_bookings)} of ${count(peers)} other routers` : null,
-    `${count(synced_workers)} of ${count(known_workers)} workers synced`,
+    counted(bookings, 'booking'),
+    peers > 0 ? `${count(peer_bookings)} of ${counted(peers, 'other router')}` : null,
+    `${count(synced_workers)} of ${counted(known_workers, 'worker')} synced`,
   ].filter(Boolean).join(' · ');
   return el('li', { class: 'card' },
     el('div', { class: 'card-head' }, el('b', {}, 'router'), problem ? badge('not ready', 'bad') : badge('ready', 'good')),
@@ -56,8 +56,8 @@ function audit({ audit: found, now_unix_ms: now }) {
   const { problem, findings } = found;
   const hours = (now / 1000 - found.checked_unix_s) / 3600;
   const ago = hours < 1 ? 'less than an hour ago' : `${count(Math.floor(hours))} h ago`;
-  const result = problem ? 'not known' : findings === 0 ? 'reconciles' : `${count(findings)} findings`;
-  const checked = problem ?? `Checked ${ago}: ${count(found.answers)} answers, ${count(found.estimates)} estimates, ${count(found.unverified)} unverified`;
+  const result = problem ? 'not known' : findings === 0 ? 'reconciles' : counted(findings, 'finding');
+  const checked = problem ?? `Checked ${ago}: ${counted(found.answers, 'answer')}, ${counted(found.estimates, 'estimate')}, ${count(found.unverified)} unverified`;
   return [el('li', { class: 'card', id: 'audit' },
     el('div', { class: 'card-head' }, el('b', {}, 'ledger'), badge(result, findings === 0 ? 'good' : 'bad')),
     el('p', { class: problem ? 'problem' : '' }, checked))];
@@ -77,7 +77,7 @@ function card(worker, blockSize) {
     el('p', {}, worker.address),
     blocks(worker, blockSize),
     el('p', {}, `${count(load.running_sequences)} running · ${count(load.waiting_requests)} waiting · ${count(worker.bookings)} booked`),
-    load.pending_prefill_tokens > 0 ? el('p', {}, `${count(load.pending_prefill_tokens)} tokens to prefill`) : null,
+    load.pending_prefill_tokens > 0 ? el('p', {}, `${counted(load.pending_prefill_tokens, 'token')} to prefill`) : null,
     measured && el('p', { class: 'quiet' }, measured),
     worker.tiers.length > 0 && el('p', { class: 'quiet' }, `blocks by tier: ${worker.tiers.map(tier).join(' · ')}`),
     worker.index_note && el('p', { class: 'quiet' }, `${worker.index_note}; predictions are corrected`),

@@ -49,6 +49,11 @@ export function count(value) {
   return value === null || value === undefined ? NOTHING : whole.format(value);
 }
 
+// Formats a number with its noun: `1 token`, `2 tokens`.
+export function counted(number, noun) {
+  return `${count(number)} ${noun}${number === 1 ? '' : 's'}`;
+}
+
 // Formats a number in few characters, for axes and small labels.
 export function brief(value) {
   return compact.format(value);

@@ -1,26 +1,25 @@
 // Shows where a prompt would be placed, and why: the frontend's answer to `x-tandem-explain`, as in `tandem route explain`.
 
-import { byId, count, el, inOrder } from './dom.js';
+import { ask } from './api.js';
+import { byId, count, counted, el, inOrder } from './dom.js';
 import { about, head } from './terms.js';
 
 const PARTS = ['total', 'queue', 'compute', 'interference', 'transfer', 'handoff', 'decode_load'];
 const USES = [['as_prefill', 'prefills'], ['as_decode', 'receives'], ['alone', 'does both']];
 
-async function ask() {
+async function explanation() {
   const model = byId('explain-model').value;
   const text = byId('prompt').value;
   const chat = byId('as').value === 'chat';
   const body = chat ? { model, messages: [{ role: 'user', content: text }] } : { model, prompt: text };
   body.max_tokens = 1;
   if (byId('salt').value) body.cache_salt = byId('salt').value;
-  const answer = await fetch(chat ? 'v1/chat/completions' : 'v1/completions', {
+  const answer = await ask(chat ? 'v1/chat/completions' : 'v1/completions', {
     method: 'POST',
     headers: { 'content-type': 'application/json', 'x-tandem-explain': 'true' },
     body: JSON.stringify(body),
   });
-  const reply = await answer.json();
-  if (reply.error) throw new Error(reply.error.message);
-  return reply.prompts[0];
+  return (await answer.json()).prompts[0];
 }
 
 function line(worker, use, name, chosen) {
@@ -57,13 +56,15 @@ export function listenToExplain() {
     event.preventDefault();
     place.replaceChildren(el('p', { class: 'note' }, 'Asking …'));
     try {
-      const prompt = await ask();
+      const prompt = await explanation();
       place.replaceChildren(
         el('p', { class: 'explanation' }, prompt.explanation),
-        el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} reusable blocks of ${count(prompt.block_size)} tokens`),
+        el('p', { class: 'note' }, `${counted(prompt.prompt_tokens, 'token')}, ${counted(prompt.reusable_blocks, 'reusable block')} of ${count(prompt.block_size)} tokens`),
         ...table(prompt));
     } catch (error) {
       place.replaceChildren(el('p', { class: 'problem' }, `Explain failed: ${error.message}`));
     }
+    // The style sheet makes this smooth, unless the reader prefers no motion.
+    place.scrollIntoView({ block: 'nearest' });
   });
 }

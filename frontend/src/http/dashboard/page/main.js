@@ -1,5 +1,6 @@
 // Updates the page every two seconds while it is visible.
 
+import { reach } from './api.js';
 import { brief, byId, clock, colour, count, duration, el, inOrder, offerModels, setText, share } from './dom.js';
 import { begin, lines, note, read, span } from './metrics.js';
 import { lineChart } from './charts.js';
@@ -22,7 +23,7 @@ let updating = false;
 let historyAt = null;
 
 async function get(path) {
-  const answer = await fetch(path, { signal: AbortSignal.timeout(ANSWER_MS), cache: 'no-store' });
+  const answer = await reach(path, { signal: AbortSignal.timeout(ANSWER_MS), cache: 'no-store' });
   if (!answer.ok) throw new Error(`${path} answers ${answer.status}`);
   return answer;
 }
@@ -107,7 +108,7 @@ async function updateLoop() {
   try {
     await update();
   } catch (error) {
-    setText(byId('state'), `No answer: ${error.message}. The data is old; retrying.`);
+    setText(byId('state'), `${error.message}. The data is old; retrying.`);
     byId('state').className = 'bad';
   }
   updating = false;

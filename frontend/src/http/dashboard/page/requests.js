@@ -1,6 +1,6 @@
 // The prompts that this frontend has recorded, newest first, and their statistics.
 
-import { arrange, brief, byId, clock, colour, count, duration, el, setText } from './dom.js';
+import { arrange, brief, byId, clock, colour, count, counted, duration, el, setText } from './dom.js';
 import { scatterChart } from './charts.js';
 import { openTimeline } from './timeline.js';
 import { sentence } from './why.js';
@@ -30,6 +30,7 @@ export function take({ requests, max }) {
 // Returns the worker that computed the prompt.
 const computedOn = (record) => record.prefill_worker ?? record.decode_worker;
 const reported = (record) => record.cached_tokens !== null && record.cached_tokens_source === 'worker';
+const resumedOn = (record) => record.resumed_on.map(({ worker }) => worker);
 export const predictedTokens = (record) => record.overlap_blocks * (record.block_size ?? 0);
 
 export function firstTokens() {
@@ -46,7 +47,7 @@ const ORDERS = {
 export function showRequests() {
   const words = byId('filter').value.toLowerCase().split(/\s+/).filter(Boolean);
   const text = (record) => [record.request_id, record.status, record.endpoint, record.prefill_worker, record.decode_worker,
-    record.cached_tokens_source].join(' ').toLowerCase();
+    ...resumedOn(record), record.cached_tokens_source].join(' ').toLowerCase();
   const found = records.filter((record) => words.every((word) => text(record).includes(word)));
   const key = ORDERS[byId('order').value];
   if (key) found.sort((one, other) => key(one) - key(other));
@@ -87,7 +88,7 @@ function makeRow(record) {
     el('td', { 'data-field': 'cached_tokens', title: sentence(record) }, count(record.cached_tokens), estimate ? el('span', { class: 'badge bad' }, 'estimate') : null),
     cell('completion_tokens', count(record.completion_tokens)),
     cell('prefill_worker', ...(record.prefill_worker === null && record.decode_worker !== null ? ['on decode'] : worker(record.prefill_worker))),
-    cell('decode_worker', ...worker(record.decode_worker)),
+    cell('decode_worker', ...worker(record.decode_worker), ...resumedOn(record).flatMap((name) => [' → ', ...worker(name)])),
     cell('first_token', duration(record.steps.first_token_ms)),
     cell('total', duration(record.steps.ended_ms)));
 }
@@ -112,7 +113,7 @@ export function showScatter() {
   }));
   const over = points.filter(({ x, y }) => x > y).length;
   const under = points.filter(({ x, y }) => x < y).length;
-  const sum = `The latest ${count(points.length)} prompts: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
+  const sum = `The latest ${counted(points.length, 'prompt')}: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
   scatterChart(byId('scatter'), { points, format: brief, what: `Predicted and reported cached tokens. ${sum}` });
   setText(byId('scatter-sum'), points.length > 0 ? `${sum} Horizontal: predicted; vertical: reported.` : '');
 }

@@ -101,10 +101,10 @@ const TERMS = {
   'Endpoint': 'Path of the API; streamed: the client received the tokens one after the other',
   'Predicted overlap': 'Leading blocks of the prompt that the router expected in the cache of the worker',
   'Prefill worker': 'Worker that computed the prompt',
-  'Decode worker': 'Worker that generated the tokens',
-  'Queue time on the decode worker': 'Time in the queue of the decode worker',
+  'Decode worker': 'Worker that generated the tokens, at first if the answer was resumed',
+  'Queue time on the decode worker': 'Time until the decode worker had free blocks for the KV of the prompt',
   'Failed attempts': 'Attempts that ended before a token was generated; the request was repeated on other workers',
-  'Resumed on another worker': 'How often the answer continued on another worker after its own was lost',
+  'Resumed on another worker': 'Workers on which the answer continued after its own was lost',
 
   // The costs of a placement.
   'Overlap': 'Leading blocks of the prompt that the router knows on the worker',

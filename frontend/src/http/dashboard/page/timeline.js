@@ -1,8 +1,15 @@
 // The stages of one request as bars and as a table.
 
-import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
+import { byId, bytes, clock, count, counted, duration, el, svg } from './dom.js';
 import { about, head } from './terms.js';
 import { prefixFacts, sentence } from './why.js';
+
+// Returns the decode workers of a request in order, each with the tokens that it generated.
+function generated({ decode_worker: first, resumed_on: later, completion_tokens: all }) {
+  const parts = [{ worker: first, after_tokens: 0 }, ...later];
+  const tokens = (at) => (parts[at + 1]?.after_tokens ?? all) - parts[at].after_tokens;
+  return parts.map(({ worker }, at) => `${worker}, ${counted(tokens(at), 'token')}`).join('; ');
+}
 
 // Returns the stages of a request, from its arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
@@ -13,11 +20,11 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
     ['read', 'Read and tokenize', 0, steps.requested_ms, 'frontend'],
     ['route', steps.failed.length > 0 ? 'Route and failed attempts' : 'Route', steps.requested_ms, steps.placed_ms, 'router'],
     ['queue', 'Queue', steps.placed_ms, steps.scheduled_ms, place],
-    ['prefill', 'Prefill', steps.scheduled_ms, steps.started_ms, `${place}, ${count(computed)} tokens`],
+    ['prefill', 'Prefill', steps.scheduled_ms, steps.started_ms, `${place}, ${counted(computed, 'token')}`],
     ['transfer', 'KV transfer', steps.started_ms === null ? null : Math.max(steps.started_ms - transfer, 0), transfer > 0 ? steps.started_ms : null,
       `${bytes(record.kv_transfer_bytes)} to ${record.decode_worker}, during prefill`],
     ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
-    ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, `${record.decode_worker}, ${count(record.completion_tokens)} tokens`],
+    ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, generated(record)],
   ].filter(([, , from, to]) => from !== null && to !== null);
   // Without a first token, only the time at which the request ended is known.
   return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'no first token']];
@@ -53,7 +60,7 @@ function facts(record) {
   const cached = record.cached_tokens === null ? (record.steps.first_token_ms === null ? 'no first token' : 'not reported before the end')
     : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
   const predicted = record.block_size === null ? '–'
-    : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;
+    : `${counted(record.overlap_blocks, 'block')}, ${counted(record.overlap_blocks * record.block_size, 'token')}`;
   // The workers are known only when the first token has arrived.
   const started = record.steps.first_token_ms !== null;
   const known = (text) => (started ? text : 'not known');
@@ -67,9 +74,11 @@ function facts(record) {
     ['New tokens', count(record.completion_tokens)],
     ['Prefill worker', known(record.prefill_worker ?? `${record.decode_worker} (decode worker)`)],
     ['Decode worker', known(record.decode_worker)],
-    ['Queue time on the decode worker', known(duration(record.queue_ms))],
+    // If the decode worker computed the prompt, its queue is the stage above.
+    ...(record.prefill_worker === null ? [] : [['Queue time on the decode worker', duration(record.queue_ms)]]),
     ['Failed attempts', known(record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none')],
-    ['Resumed on another worker', record.migrations === 0 ? 'no' : `${record.migrations} times`],
+    ['Resumed on another worker',
+      record.resumed_on.map(({ worker, after_tokens: tokens }) => `on ${worker}, after ${counted(tokens, 'token')}`).join('; ') || 'no'],
   ];
   return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', { title: about(name) }, name), el('dd', {}, value))));
 }

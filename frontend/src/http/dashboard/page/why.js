@@ -1,7 +1,7 @@
 // Why tokens of prompts were not cached: a sentence for each prompt, the sums of the last hour, and the clients whose prompts change near
 // their beginning. Frontends and routers of older versions omit these fields; then nothing is shown.
 
-import { byId, colour, count, duration, el, share, svg } from './dom.js';
+import { byId, colour, count, counted, duration, el, share, svg } from './dom.js';
 import { about, head } from './terms.js';
 
 // The causes with their names on this page. A token has the first cause in this order that applies.
@@ -28,13 +28,13 @@ export function sentence({ prefix, prompt_tokens: prompt }) {
 export function prefixFacts({ prefix }) {
   if (!prefix) return [];
   const { nearest, elsewhere } = prefix;
-  const most = `${count(prefix.possible_tokens)} tokens on any worker, ${count(prefix.eligible_tokens)} on an eligible one, ${count(prefix.chosen_tokens)} expected`;
+  const most = `${counted(prefix.possible_tokens, 'token')} on any worker, ${count(prefix.eligible_tokens)} on an eligible one, ${count(prefix.chosen_tokens)} expected`;
   const cost = elsewhere && (typeof elsewhere.more_ms === 'number'
     ? `${duration(elsewhere.more_ms)} more in total, though it saves ${duration(elsewhere.saved_ms)} of computation` : 'it could not compute the prompt');
   return [
     ['Could be cached', most],
-    ['Nearest prefix', nearest ? `${count(nearest.tokens)} tokens, ${nearest.state}` : 'none'],
-    ['On another worker', elsewhere ? `${count(elsewhere.tokens)} tokens on ${elsewhere.worker}: ${cost}` : 'no more than on the chosen one'],
+    ['Nearest prefix', nearest ? `${counted(nearest.tokens, 'token')}, ${nearest.state}` : 'none'],
+    ['On another worker', elsewhere ? `${counted(elsewhere.tokens, 'token')} on ${elsewhere.worker}: ${cost}` : 'no more than on the chosen one'],
     ['Regret', duration(prefix.regret_ms)],
   ];
 }
