@@ -28,9 +28,9 @@ mod worker_watch;
 pub use cluster::{VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest, VirtualRouter, VirtualWorker};
 pub use index::{PrefixIndex, Replacement, Skipped, WorkerSlot};
 pub use route::{Candidate, WorkerRole};
-pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
+pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings, ServiceLevels};
 pub use tandem_proto::{Cause, Causes, Funnel};
-pub use wanted::{ServiceLevels, WANTED_INTERVAL, WantedWorkers};
+pub use wanted::{WANTED_INTERVAL, WantedWorkers};
 
 use cluster::{Cluster, UnavailableWorkers};
 use peer_watch::PeerWatcher;

@@ -1,6 +1,5 @@
 //! The router's settings. The comment of each setting gives its default and the reason for it.
 
-use crate::wanted::ServiceLevels;
 use clap::ValueEnum;
 use serde::Serialize;
 use std::{
@@ -86,6 +85,22 @@ pub enum PolicyKind {
     KvAware,
     /// The lowest cost if nothing were cached
     LeastLoaded,
+}
+
+/// The service levels that a cluster is to meet for 95 % of its requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ServiceLevels {
+    /// The level for the time to first token; `None`: prompts only have to be computed as fast as they arrive.
+    pub ttft: Option<Duration>,
+    /// The level for the mean time between the tokens of an answer; `None`: answers only have to be generated as fast as they arrive.
+    pub itl: Option<Duration>,
+}
+
+impl ServiceLevels {
+    /// Returns whether there is a level.
+    pub fn is_set(&self) -> bool {
+        self.ttft.is_some() || self.itl.is_some()
+    }
 }
 
 /// Where a prompt is prefilled. Prompts whose logits are requested, and prompts of one token, are always prefilled on the decode worker.

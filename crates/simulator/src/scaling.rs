@@ -1,10 +1,7 @@
 //! Simulates a cluster whose number of workers follows a rule: the router's wanted number, a Kubernetes HorizontalPodAutoscaler on the number
 //! of waiting requests, or a schedule that is known in advance.
 
-use crate::{
-    simulation::{Simulation, SimulationEvent, micros},
-    worker::SimulatedEngine,
-};
+use crate::worker::{SimulatedEngine, micros};
 use std::{collections::VecDeque, time::Duration};
 use tandem_router::{VirtualRouter, WANTED_INTERVAL, WorkerRole};
 
@@ -59,11 +56,11 @@ struct Autoscaled {
 
 /// The state of a cluster whose number of workers changes.
 pub(crate) struct Scaler {
-    settings: Scaling,
+    pub(crate) settings: Scaling,
     /// The roles of the cluster at the beginning.
-    roles: Vec<WorkerRole>,
+    pub(crate) roles: Vec<WorkerRole>,
     /// The workers that have been started and have not joined: the role, and the time of joining. The latest one is last.
-    starting: VecDeque<(WorkerRole, u64)>,
+    pub(crate) starting: VecDeque<(WorkerRole, u64)>,
     /// The memory of an autoscaler for each role.
     autoscaled: Vec<Autoscaled>,
 }
@@ -78,7 +75,7 @@ impl Scaler {
     }
 
     /// Returns how many workers of the role are to be there, and the worker to remove first. `workers` are those that are there.
-    fn decide(
+    pub(crate) fn decide(
         &mut self,
         at: usize,
         now: u64,
@@ -127,74 +124,5 @@ impl Scaler {
             }
         };
         (number.clamp(1, self.settings.workers_max), cheapest)
-    }
-}
-
-impl Simulation<'_> {
-    pub(crate) fn schedule_scaling(&mut self, now: u64) {
-        if self.scaler.is_some() {
-            self.at(now + micros(WANTED_INTERVAL), SimulationEvent::Scale);
-        }
-    }
-
-    /// Changes the numbers of workers as the rule says.
-    pub(crate) fn scale(&mut self, now: u64) {
-        let Some(mut scaler) = self.scaler.take() else { return };
-        for at in 0..scaler.roles.len() {
-            let role = scaler.roles[at];
-            let present: Vec<usize> = (0..self.workers.len()).filter(|number| self.workers[*number].serves(role)).collect();
-            let workers: Vec<&SimulatedEngine> = present.iter().map(|number| &self.workers[*number]).collect();
-            let (wanted, cheapest) = scaler.decide(at, now, &mut self.router, &workers);
-            let starting = scaler.starting.iter().filter(|(of, _)| *of == role).count();
-            self.totals.changes += u64::from(wanted != present.len() + starting);
-            for _ in present.len() + starting..wanted {
-                let joins = now + micros(scaler.settings.start);
-                scaler.starting.push_back((role, joins));
-                self.at(joins, SimulationEvent::Started);
-            }
-            let mut surplus = (present.len() + starting).saturating_sub(wanted);
-            while surplus > 0
-                && let Some(last) = scaler.starting.iter().rposition(|(of, _)| *of == role)
-            {
-                let (_, joins) = scaler.starting.remove(last).expect("the position was found");
-                self.totals.paid += Duration::from_micros(now - (joins - micros(scaler.settings.start)));
-                surplus -= 1;
-            }
-            // The router names one worker at a time, so at most one is removed in an interval by its rule.
-            let leaving: Vec<usize> = match cheapest {
-                Some(cheapest) => vec![cheapest],
-                None => present.into_iter().rev().collect(),
-            };
-            for number in leaving.into_iter().take(surplus) {
-                self.workers[number].drains = true;
-                self.router.leave(number);
-                self.end_if_drained(now, number);
-            }
-        }
-        self.scaler = Some(scaler);
-        self.schedule_scaling(now);
-    }
-
-    /// Adds the worker that is due to join now, unless it is not wanted any more.
-    pub(crate) fn started(&mut self, now: u64) {
-        let Some(scaler) = &mut self.scaler else { return };
-        let Some(due) = scaler.starting.iter().position(|(_, joins)| *joins == now) else { return };
-        let (role, _) = scaler.starting.remove(due).expect("the position was found");
-        self.totals.paid += scaler.settings.start;
-        self.add_worker(role, now);
-    }
-
-    /// Ends a worker that drains if it has no request any more.
-    pub(crate) fn end_if_drained(&mut self, now: u64, number: usize) {
-        let worker = &mut self.workers[number];
-        if worker.present && worker.drains && worker.is_idle() {
-            worker.present = false;
-            self.totals.paid += Duration::from_micros(now - worker.since);
-        }
-    }
-
-    /// Returns the time for which the present workers are paid until now.
-    pub(crate) fn paid_by_present(&self, now: u64) -> Duration {
-        Duration::from_micros(self.workers.iter().filter(|worker| worker.present).map(|worker| now - worker.since).sum())
     }
 }

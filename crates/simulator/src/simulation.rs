@@ -1,12 +1,14 @@
 //! Runs a simulation. Its events are: a request arrives, a step ends, KV is received, a worker is lost, and a worker returns.
 
+mod scale;
+
 use crate::{
     RoutingRule, SimulatedCluster, SimulatedRequest, SimulatedWorker,
     faults::Draws,
     policy::Query,
     request::Arrived,
     scaling::Scaler,
-    worker::{SimulatedEngine, SimulatedSequence, Stepped},
+    worker::{SimulatedEngine, SimulatedSequence, Stepped, micros},
 };
 use std::{cmp::Reverse, collections::BinaryHeap, ops::ControlFlow, rc::Rc, sync::Arc, time::Duration};
 use tandem_load::report::{CachedCount, Expected, Failure, FailureClass, MeasuredAnswer, RequestOutcome};
@@ -42,7 +44,7 @@ pub struct Totals {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum SimulationEvent {
+enum SimulationEvent {
     /// A step of a worker has ended. `losses` is the number of the worker's losses before the step began. If the worker was lost during the
     /// step, the numbers differ and the event is ignored.
     Stepped {
@@ -67,11 +69,11 @@ pub(crate) enum SimulationEvent {
     Started,
 }
 
-pub(crate) struct Simulation<'a> {
+struct Simulation<'a> {
     cluster: &'a SimulatedCluster,
-    pub(crate) router: VirtualRouter,
-    pub(crate) workers: Vec<SimulatedEngine>,
-    pub(crate) scaler: Option<Scaler>,
+    router: VirtualRouter,
+    workers: Vec<SimulatedEngine>,
+    scaler: Option<Scaler>,
     names: Vec<Arc<str>>,
     events: BinaryHeap<Reverse<(u64, u64, SimulationEvent)>>,
     /// The number of events that were scheduled so far. It orders events that occur at the same time.
@@ -80,11 +82,7 @@ pub(crate) struct Simulation<'a> {
     in_flight: usize,
     has_prefill_workers: bool,
     draws: Option<Draws>,
-    pub(crate) totals: Totals,
-}
-
-pub(crate) fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+    totals: Totals,
 }
 
 /// Simulates the requests on the cluster. The requests must be in the order of their times. `each` is called with each outcome, in the order
@@ -148,7 +146,7 @@ impl<'a> Simulation<'a> {
     }
 
     /// Adds a worker to a running cluster.
-    pub(crate) fn add_worker(&mut self, role: WorkerRole, now: u64) {
+    fn add_worker(&mut self, role: WorkerRole, now: u64) {
         let number = self.workers.len();
         self.join(role, 1.0, now);
         self.names.push(format!("worker-{number}").into());
@@ -203,7 +201,7 @@ impl<'a> Simulation<'a> {
         ControlFlow::Continue(())
     }
 
-    pub(crate) fn at(&mut self, when: u64, event: SimulationEvent) {
+    fn at(&mut self, when: u64, event: SimulationEvent) {
         self.scheduled += 1;
         self.events.push(Reverse((when, self.scheduled, event)));
     }

@@ -7,15 +7,20 @@
 //! prompt is computed by the step that samples the first token of the answer.
 
 mod budget;
+mod report;
 
 use crate::{
     SimulatedDevice,
     request::{Arrived, TOKENS_OF_ID, namespace},
 };
 use std::{collections::VecDeque, rc::Rc, time::Duration};
-use tandem_kv::{BlockId, CacheSettings, HashKey, KvEvent, Load, Namespace, PrefixCache, Wanted};
+use tandem_kv::{BlockId, CacheSettings, HashKey, KvEvent, Namespace, PrefixCache, Wanted};
 use tandem_load::report::Gap;
 use tandem_router::{VirtualPlacement, WorkerRole};
+
+pub(crate) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
 
 /// A new prompt gets blocks only while the prompts that precede it need less than this many full steps, as in the engine.
 const LOOKAHEAD_STEPS: u64 = 4;
@@ -235,16 +240,6 @@ impl SimulatedEngine {
             prompt_share: 0.0,
             namespace: namespace(),
         }
-    }
-
-    /// Returns whether the worker takes new requests in this role.
-    pub(crate) fn serves(&self, role: WorkerRole) -> bool {
-        self.present && !self.drains && self.role == role
-    }
-
-    /// Returns whether the worker has no request, and expects none.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.running.is_empty() && self.sending.is_empty() && self.expected == 0
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<KvEvent> {
@@ -485,27 +480,5 @@ impl SimulatedEngine {
             sequence.blocks[at] = self.cache.commit(&self.namespace, parent, sequence.blocks[at], content);
         }
         sequence.committed = sequence.committed.max(full);
-    }
-
-    pub(crate) fn load(&self) -> Load {
-        let counts = self.cache.counts();
-        let pending = self.waiting.iter().filter(|sequence| !sequence.received).map(|sequence| sequence.own);
-        let running = self.running.iter().filter(|sequence| !sequence.is_decoding()).map(SimulatedSequence::remaining);
-        let has_prefilled = self.long_steps > 0;
-        let rate = self.device.prefill_tokens_per_second / self.slower;
-        Load {
-            running_sequences: self.running.len() as u32,
-            waiting_requests: self.waiting.len() as u32 + self.expected,
-            pending_prefill_tokens: pending.chain(running).sum(),
-            free_blocks: counts.free,
-            cached_blocks: counts.cached,
-            in_use_blocks: counts.in_use,
-            prefill_tokens_per_second: if has_prefilled { rate } else { 0.0 },
-            prefill_measurements: self.long_steps,
-            prefill_fixed_ms: if has_prefilled { self.device.prefill_step.as_secs_f64() * 1e3 * self.slower } else { 0.0 },
-            decode_step_ms: self.decode_step_ms,
-            prompt_share: self.prompt_share,
-            ..Default::default()
-        }
     }
 }

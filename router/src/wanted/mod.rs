@@ -26,22 +26,6 @@ const START_LIMITS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs
 /// The time that the KV of the lately used prompts of a worker is worth, at most: it is recomputed while other prompts wait.
 const REFILL_MAX: Duration = Duration::from_secs(300);
 
-/// The service levels that a cluster is to meet for 95 % of its requests.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ServiceLevels {
-    /// The level for the time to first token; `None`: prompts only have to be computed as fast as they arrive.
-    pub ttft: Option<Duration>,
-    /// The level for the mean time between the tokens of an answer; `None`: answers only have to be generated as fast as they arrive.
-    pub itl: Option<Duration>,
-}
-
-impl ServiceLevels {
-    /// Returns whether there is a level.
-    pub fn is_set(&self) -> bool {
-        self.ttft.is_some() || self.itl.is_some()
-    }
-}
-
 /// The number of workers of a role that a model's load needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WantedWorkers {

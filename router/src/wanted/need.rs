@@ -5,7 +5,8 @@
 //! services of any distribution. Answers share the device with prompts: a step takes `base` + `per_sequence` × sequences, and a worker that
 //! spends the part φ of its time on prompts and generates T tokens a second has the time between tokens base / (1 − φ − per_sequence × T).
 
-use super::{ServiceLevels, arrivals::Rates, arrivals::SizeClass};
+use super::arrivals::{Rates, SizeClass};
+use crate::settings::ServiceLevels;
 use std::fmt;
 
 /// The part of the prompts that may miss the level for the time to first token although their own computation takes less.

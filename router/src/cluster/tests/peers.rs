@@ -339,7 +339,7 @@ fn peer_bookings_beyond_the_limit_are_ignored() {
 
 #[tokio::test(start_paused = true)]
 async fn requests_that_a_peer_places_count_for_the_wanted_workers_of_both() {
-    let levels = crate::wanted::ServiceLevels { ttft: Some(std::time::Duration::from_secs(1)), itl: None };
+    let levels = crate::settings::ServiceLevels { ttft: Some(std::time::Duration::from_secs(1)), itl: None };
     let new = || Scenario::with(RouterSettings { levels, ..settings(PrefillPlace::Local) }, 0, 1);
     let (mut one, mut other) = (new(), new());
     let mut replica = Replica::open(&mut other.state);

@@ -1,7 +1,10 @@
 //! How many workers are wanted.
 
 use super::*;
-use crate::wanted::{ServiceLevels, WANTED_INTERVAL, WantedWorkers};
+use crate::{
+    settings::ServiceLevels,
+    wanted::{WANTED_INTERVAL, WantedWorkers},
+};
 use std::time::Duration;
 use tokio::time::advance;
 
