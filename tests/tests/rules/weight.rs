@@ -12,7 +12,7 @@ const SHORT_LINES: usize = 60;
 
 /// What is counted, and its limit. A limit is lowered when a change stays below it, and raised only with a reason.
 const LIMITS: [(&str, usize); 5] = [
-    ("lines of code", 64_988),
+    ("lines of code", 65_158),
     ("lines of the largest crate", 8_041),
     ("functions longer than 60 lines", 4),
     ("functions with a bool parameter", 33),
