@@ -1,6 +1,6 @@
 //! The description of a cluster to simulate.
 
-use crate::{Faults, RoutingRule, Scaling};
+use crate::{Faults, RoutingRule, WorkerScaling};
 use std::{fmt, time::Duration};
 use tandem_router::{Costs, PrefillPlace, ServiceLevels, WorkerRole};
 
@@ -27,7 +27,7 @@ pub struct SimulatedCluster {
     /// The service levels from which the router computes how many workers are wanted.
     pub levels: ServiceLevels,
     /// How the number of workers follows the load; `None`: it stays the same.
-    pub scaling: Option<Scaling>,
+    pub scaling: Option<WorkerScaling>,
     /// The losses of workers during the simulation.
     pub faults: Faults,
     /// The seed of the random numbers with which ties between workers are broken, and with which random workers are chosen.

@@ -21,6 +21,6 @@ pub use idle::IdleMisses;
 pub use plan::{ClusterPlan, PlanSettings, Trial, plan};
 pub use policy::RoutingRule;
 pub use request::SimulatedRequest;
-pub use scaling::{CountedRequests, Scaling, ScalingRule};
+pub use scaling::{CountedRequests, ScalingRule, WorkerScaling};
 pub use simulation::{Totals, simulate};
 pub use trace::{FAULT_FACTS, Replay, SimulateError, replay};

@@ -3,11 +3,11 @@
 
 use crate::worker::{SimulatedEngine, micros};
 use std::{collections::VecDeque, time::Duration};
-use tandem_router::{VirtualRouter, WANTED_INTERVAL, WorkerRole};
+use tandem_router::{VirtualRouter, WorkerRole};
 
 /// How the number of workers follows the load.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Scaling {
+pub struct WorkerScaling {
     /// The rule that chooses the number.
     pub rule: ScalingRule,
     /// The time from the decision to start a worker until it joins. It is paid for from the decision on.
@@ -56,7 +56,7 @@ struct Autoscaled {
 
 /// The state of a cluster whose number of workers changes.
 pub(crate) struct Scaler {
-    pub(crate) settings: Scaling,
+    pub(crate) settings: WorkerScaling,
     /// The roles of the cluster at the beginning.
     pub(crate) roles: Vec<WorkerRole>,
     /// The workers that have been started and have not joined: the role, and the time of joining. The latest one is last.
@@ -66,7 +66,7 @@ pub(crate) struct Scaler {
 }
 
 impl Scaler {
-    pub(crate) fn new(settings: Scaling, roles: impl Iterator<Item = WorkerRole>) -> Self {
+    pub(crate) fn new(settings: WorkerScaling, roles: impl Iterator<Item = WorkerRole>) -> Self {
         let mut roles: Vec<WorkerRole> = roles.collect();
         roles.sort();
         roles.dedup();

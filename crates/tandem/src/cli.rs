@@ -21,7 +21,7 @@ use crate::{
     server::ServerAddress,
     settings::{EppProcess, FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
     why::WhyArgs,
-    workers::{DrainArgs, PlanArgs},
+    workers::{DrainArgs, LivePlanArgs},
 };
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
@@ -129,7 +129,7 @@ pub enum Command {
     Top(TopArgs),
 
     /// Show how many workers the load of a running cluster needs, and why
-    Plan(PlanArgs),
+    Plan(LivePlanArgs),
 
     /// Let a worker of a running cluster finish its requests and end
     Drain(DrainArgs),

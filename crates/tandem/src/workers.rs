@@ -6,7 +6,7 @@ use tandem_proto::v1::{WantedWorkers, WorkerView, WorkersReply};
 
 /// The arguments of `tandem plan`.
 #[derive(clap::Args, Debug)]
-pub struct PlanArgs {
+pub struct LivePlanArgs {
     /// Read the plan of a running cluster's router. For a cluster that does not exist yet, use `tandem bench simulate --plan`
     #[arg(long, required = true)]
     live: bool,
@@ -33,8 +33,8 @@ const NO_LEVELS: &str =
 ///
 /// # Errors
 /// Fails if the router does not answer, or if it has no service levels.
-pub fn plan(args: &PlanArgs) -> Result<String> {
-    let PlanArgs { live: _, router } = args;
+pub fn plan(args: &LivePlanArgs) -> Result<String> {
+    let LivePlanArgs { live: _, router } = args;
     let reply = router.open("tandem plan --live")?.view()?.reply;
     planned(&reply)
 }

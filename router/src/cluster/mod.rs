@@ -36,7 +36,7 @@ use crate::{
     route::WorkerRole,
     settings::RouterSettings,
     subscription::{ReportedStats, SubscriptionError},
-    wanted::{Demand, WantedWorkers},
+    wanted::{ClusterDemand, WantedWorkers},
     worker_bookings::{BookedLoad, BookingId},
 };
 use booking::{BookingEntry, LoadByRole, Prediction, SAMPLES_MAX};
@@ -84,7 +84,7 @@ pub(crate) struct ClusterState {
     pub(crate) bookings: Bookings,
     pub(crate) peers: Peers,
     placer: Placer,
-    demand: Demand,
+    demand: ClusterDemand,
     /// How many workers are wanted, for each model and role.
     wanted: Vec<WantedWorkers>,
 }
@@ -107,7 +107,7 @@ impl Cluster {
             bookings: Bookings::default(),
             peers: Peers::default(),
             placer: Placer::new(settings.clone()),
-            demand: Demand::default(),
+            demand: ClusterDemand::default(),
             wanted: Vec::new(),
         };
         let index = state.members.index.clone();

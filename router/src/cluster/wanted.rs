@@ -10,34 +10,36 @@ use crate::{
     places::BookedAnswer,
     rates::{MeanRate, Measurement},
     route::{RouteChoice, WorkerRole},
-    wanted::{Demand, Rates, RoleDemand, RoleState, WantedWorkers},
+    wanted::{ArrivalRates, ClusterDemand, RoleDemand, RoleState, WantedWorkers},
 };
 use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 
 impl PlacementDecision<'_> {
     /// Adds the request to what arrives for the workers of this choice, whether it is placed there or refused.
-    pub(super) fn add_to(&self, demand: &mut Demand, choice: RouteChoice, answer: &BookedAnswer, now: Instant) {
+    pub(super) fn add_to(&self, demand: &mut ClusterDemand, choice: RouteChoice, answer: &BookedAnswer, now: Instant) {
         let (model, new_tokens) = (self.members[choice.decode].base_model(), self.new_tokens(choice) as f64);
         let cached_tokens = (f64::from(self.query.prompt_tokens) - new_tokens).max(0.0);
-        add(demand, model, choice.prefill.is_some(), [new_tokens, cached_tokens, answer.tokens() as f64], now);
+        let prefills = if choice.prefill.is_some() { WorkerRole::Prefill } else { WorkerRole::Decode };
+        add(demand, model, prefills, [new_tokens, cached_tokens, answer.tokens() as f64], now);
     }
 }
 
 /// Adds a request that a peer has placed to what arrives for its workers.
-pub(super) fn add_of_peer(demand: &mut Demand, members: &ClusterMembers, booking: &BookingEntry, load: LoadByRole) {
+pub(super) fn add_of_peer(demand: &mut ClusterDemand, members: &ClusterMembers, booking: &BookingEntry, load: LoadByRole) {
     let Some(decode) = members.of(&booking.decode) else { return };
     let new_tokens = load.prefill.tokens.max(load.decode.tokens) as f64;
     let prompt_tokens = booking.hashes.len() as f64 * f64::from(decode.info.block_size);
     let tokens = [new_tokens, (prompt_tokens - new_tokens).max(0.0), booking.answer.tokens() as f64];
-    add(demand, decode.base_model(), booking.prefill.is_some(), tokens, members.now());
+    let prefills = if booking.prefill.is_some() { WorkerRole::Prefill } else { WorkerRole::Decode };
+    add(demand, decode.base_model(), prefills, tokens, members.now());
 }
 
-fn add(demand: &mut Demand, model: &Arc<str>, is_remote: bool, tokens: [f64; 3], now: Instant) {
+/// Adds a request whose prompt a worker of the role `prefills` computes: its new, its cached and its answer tokens.
+fn add(demand: &mut ClusterDemand, model: &Arc<str>, prefills: WorkerRole, tokens: [f64; 3], now: Instant) {
     let [new_tokens, cached_tokens, answer_tokens] = tokens;
-    let prompt = Rates { prompts: 1.0, new_tokens, cached_tokens, ..Rates::default() };
-    let answer = Rates { answers: 1.0, answer_tokens, ..Rates::default() };
-    let prefills = if is_remote { WorkerRole::Prefill } else { WorkerRole::Decode };
+    let prompt = ArrivalRates { prompts: 1.0, new_tokens, cached_tokens, ..ArrivalRates::default() };
+    let answer = ArrivalRates { answers: 1.0, answer_tokens, ..ArrivalRates::default() };
     demand.of(model, prefills).arrivals.add(prompt, now);
     demand.of(model, WorkerRole::Decode).arrivals.add(answer, now);
 }

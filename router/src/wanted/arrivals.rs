@@ -15,7 +15,7 @@ const SIZES: usize = 24;
 
 /// What arrives in a second for all workers of one role together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Rates {
+pub(crate) struct ArrivalRates {
     pub(crate) prompts: f64,
     pub(crate) answers: f64,
     /// Prompt tokens to compute.
@@ -37,15 +37,15 @@ pub(crate) struct SizeClass {
 
 /// The arrivals for the workers of one role, in which older arrivals have less weight.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Arrivals {
+pub(crate) struct RoleArrivals {
     /// The sums for each of [`HALF_LIVES`].
-    sums: [Rates; 2],
+    sums: [ArrivalRates; 2],
     sizes: [SizeClass; SIZES],
     /// The times of the first and of the latest arrival.
     since: Option<(Instant, Instant)>,
 }
 
-impl Rates {
+impl ArrivalRates {
     pub(crate) fn scaled(self, by: f64) -> Self {
         let Self { prompts, answers, new_tokens, cached_tokens, answer_tokens } = self;
         Self {
@@ -68,9 +68,9 @@ impl Rates {
     }
 }
 
-impl Arrivals {
-    /// Adds a prompt, an answer, or both: one request in the sense of [`Rates`].
-    pub(crate) fn add(&mut self, request: Rates, now: Instant) {
+impl RoleArrivals {
+    /// Adds a prompt, an answer, or both: one request in the sense of [`ArrivalRates`].
+    pub(crate) fn add(&mut self, request: ArrivalRates, now: Instant) {
         self.advance(now);
         self.sums = self.sums.map(|sums| sums.plus(request));
         if request.prompts > 0.0 {
@@ -82,9 +82,9 @@ impl Arrivals {
 
     /// Returns the rates now, and the factor by which they are expected to have grown after `horizon`. The trend is that of Holt's linear
     /// method, with means of two ages: a mean of age τ lags behind a linear trend by τ.
-    pub(crate) fn forecast(&mut self, horizon: Duration, now: Instant) -> (Rates, f64) {
+    pub(crate) fn forecast(&mut self, horizon: Duration, now: Instant) -> (ArrivalRates, f64) {
         self.advance(now);
-        let Some((first, _)) = self.since else { return (Rates::default(), 1.0) };
+        let Some((first, _)) = self.since else { return (ArrivalRates::default(), 1.0) };
         let ages = HALF_LIVES.map(|half_life| half_life.as_secs_f64() / std::f64::consts::LN_2);
         let watched = now.duration_since(first).as_secs_f64();
         // Sums over less time than their age are divided by the time that they cover.
@@ -128,11 +128,12 @@ impl Arrivals {
 mod tests {
     use super::*;
 
-    const PROMPT: Rates = Rates { prompts: 1.0, answers: 1.0, new_tokens: 700.0, cached_tokens: 300.0, answer_tokens: 50.0 };
+    const PROMPT: ArrivalRates =
+        ArrivalRates { prompts: 1.0, answers: 1.0, new_tokens: 700.0, cached_tokens: 300.0, answer_tokens: 50.0 };
 
     /// Returns the forecast for four minutes after `seconds` of arrivals, `rate(t)` in each second t.
-    fn forecast(seconds: u64, rate: impl Fn(u64) -> u64) -> (Rates, f64) {
-        let (mut arrivals, start) = (Arrivals::default(), Instant::now());
+    fn forecast(seconds: u64, rate: impl Fn(u64) -> u64) -> (ArrivalRates, f64) {
+        let (mut arrivals, start) = (RoleArrivals::default(), Instant::now());
         for second in 0..seconds {
             let count = rate(second);
             for part in 0..count {
@@ -164,9 +165,9 @@ mod tests {
 
     #[test]
     fn sizes_are_means_of_similar_prompts() {
-        let (mut arrivals, now) = (Arrivals::default(), Instant::now());
+        let (mut arrivals, now) = (RoleArrivals::default(), Instant::now());
         for tokens in [100.0, 100.0, 120.0, 9_000.0] {
-            arrivals.add(Rates { new_tokens: tokens, ..PROMPT }, now);
+            arrivals.add(ArrivalRates { new_tokens: tokens, ..PROMPT }, now);
         }
         let sizes: Vec<_> = arrivals.sizes().collect();
         assert_eq!(sizes.len(), 2);

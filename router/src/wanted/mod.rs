@@ -4,11 +4,11 @@
 mod arrivals;
 mod need;
 
-pub(crate) use arrivals::Rates;
+pub(crate) use arrivals::ArrivalRates;
 pub(crate) use need::{RoleState, StepTimes};
 
 use crate::{answers::MovingMean, metrics::WantedSeries, route::WorkerRole};
-use arrivals::Arrivals;
+use arrivals::RoleArrivals;
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::Arc,
@@ -45,12 +45,12 @@ pub struct WantedWorkers {
 
 /// What arrives for each model's workers, and how many of them are wanted.
 #[derive(Default)]
-pub(crate) struct Demand(BTreeMap<(Arc<str>, WorkerRole), RoleDemand>);
+pub(crate) struct ClusterDemand(BTreeMap<(Arc<str>, WorkerRole), RoleDemand>);
 
 /// What arrives for a model's workers of one role, and what is learned from them.
 #[derive(Default)]
 pub(crate) struct RoleDemand {
-    pub(crate) arrivals: Arrivals,
+    pub(crate) arrivals: RoleArrivals,
     pub(crate) steps: StepTimes,
     /// The gauge of the wanted number.
     pub(crate) series: Option<WantedSeries>,
@@ -67,7 +67,7 @@ pub(crate) struct RoleDemand {
     start: MovingMean,
 }
 
-impl Demand {
+impl ClusterDemand {
     /// Returns the demand for the model's workers of this role.
     pub(crate) fn of(&mut self, model: &Arc<str>, role: WorkerRole) -> &mut RoleDemand {
         self.0.entry((model.clone(), role)).or_default()

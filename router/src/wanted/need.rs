@@ -5,7 +5,7 @@
 //! services of any distribution. Answers share the device with prompts: a step takes `base` + `per_sequence` × sequences, and a worker that
 //! spends the part φ of its time on prompts and generates T tokens a second has the time between tokens base / (1 − φ − per_sequence × T).
 
-use super::arrivals::{Rates, SizeClass};
+use super::arrivals::{ArrivalRates, SizeClass};
 use crate::settings::ServiceLevels;
 use std::fmt;
 
@@ -27,11 +27,11 @@ pub(crate) struct StepTime {
     pub(crate) per_sequence: f64,
 }
 
-/// The workers of one role, what arrives for them, and what they can do. Rates and sizes are those of one worker.
+/// The workers of one role, what arrives for them, and what they can do. ArrivalRates and sizes are those of one worker.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RoleState {
     pub(crate) workers: usize,
-    pub(crate) rates: Rates,
+    pub(crate) rates: ArrivalRates,
     pub(crate) sizes: Vec<SizeClass>,
     /// Prompt tokens that wait on all workers together.
     pub(crate) queued_tokens: f64,
@@ -54,7 +54,7 @@ pub(crate) struct RoleState {
 
 /// What a smaller number of workers would lack.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Shortage {
+pub(crate) enum WorkerShortage {
     /// This part of the prompts would wait too long.
     Prompts { late: f64 },
     /// Answers would have this time between tokens, in seconds.
@@ -65,7 +65,7 @@ pub(crate) enum Shortage {
     Places { used: f64 },
 }
 
-impl fmt::Display for Shortage {
+impl fmt::Display for WorkerShortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let percent = |part: f64| (part * 100.0).min(999.0).round();
         match *self {
@@ -82,7 +82,7 @@ impl fmt::Display for Shortage {
 impl RoleState {
     /// Returns in words what arrives. `growth` is the factor by which the load is expected to grow.
     pub(crate) fn describe(&self, growth: f64) -> String {
-        let Rates { prompts, new_tokens, cached_tokens, answer_tokens, .. } = self.rates.scaled(1.0 / growth);
+        let ArrivalRates { prompts, new_tokens, cached_tokens, answer_tokens, .. } = self.rates.scaled(1.0 / growth);
         let mut text = String::new();
         if prompts > 0.0 {
             let (each, cached) = (new_tokens / prompts, cached_tokens / (new_tokens + cached_tokens).max(1.0) * 100.0);
@@ -102,7 +102,7 @@ impl RoleState {
     }
 
     /// Returns the smallest number of workers that meets the levels, and what one worker less would lack; `None` if the number is 1.
-    pub(crate) fn needed(&self, levels: &ServiceLevels) -> (usize, Option<Shortage>) {
+    pub(crate) fn needed(&self, levels: &ServiceLevels) -> (usize, Option<WorkerShortage>) {
         let (mut workers, mut lacking) = (1, None);
         // The search ends: with more workers than this, every time is shorter than a thousandth of what it is with the present ones.
         while workers < 1_000 * self.workers.max(1) {
@@ -113,7 +113,7 @@ impl RoleState {
     }
 
     /// Returns what this number of workers would lack to meet the levels.
-    pub(crate) fn shortage(&self, workers: f64, levels: &ServiceLevels) -> Option<Shortage> {
+    pub(crate) fn shortage(&self, workers: f64, levels: &ServiceLevels) -> Option<WorkerShortage> {
         let alone = |share: f64| {
             let (rate, fixed) = (self.prefill_tokens_per_second * share, self.prefill_fixed_seconds);
             let steps = move |tokens: f64| if self.step_tokens > 0.0 { (tokens / self.step_tokens).ceil() } else { 1.0 };
@@ -132,7 +132,7 @@ impl RoleState {
         let offered = self.rates.prompts * service;
         if service > 0.0 {
             if (offered * (1.0 + again) + backlog) / workers > BUSY_MAX {
-                return Some(Shortage::Prompts { late: 1.0 });
+                return Some(WorkerShortage::Prompts { late: 1.0 });
             }
             let busy = offered / workers;
             let variance = (mean(&|tokens| seconds(tokens).powi(2)) / service.powi(2) - 1.0).max(0.0);
@@ -144,27 +144,27 @@ impl RoleState {
                 if slack > 0.0 && slack.is_finite() { waits * (-slack * decline).exp() } else { 0.0 }
             });
             if late > LATE_MAX {
-                return Some(Shortage::Prompts { late });
+                return Some(WorkerShortage::Prompts { late });
             }
         }
         let StepTime { base, per_sequence } = self.step?;
         let prompts_part = self.rates.prompts * mean(&undisturbed) / workers;
         let free = 1.0 - prompts_part - per_sequence * self.rates.answer_tokens / workers;
         if free - prompts_part * again <= 1.0 - BUSY_MAX {
-            return Some(Shortage::Tokens { itl: f64::INFINITY });
+            return Some(WorkerShortage::Tokens { itl: f64::INFINITY });
         }
         let itl = base / free;
         // A level that the shortest step does not meet is met with no number of workers.
         if levels.itl.is_some_and(|level| itl > level.as_secs_f64() * ITL_PART && base * 1.1 < level.as_secs_f64() * ITL_PART) {
-            return Some(Shortage::Tokens { itl });
+            return Some(WorkerShortage::Tokens { itl });
         }
         // Little's law: as many answers run as arrive while one of them takes.
         let running = self.rates.answer_tokens * itl / workers;
         let (memory, places) = (running * self.sequence_tokens / self.capacity_tokens, running / self.sequences_max);
         if memory > FULL_MAX {
-            return Some(Shortage::Memory { used: memory });
+            return Some(WorkerShortage::Memory { used: memory });
         }
-        (self.sequences_max > 0.0 && places > FULL_MAX).then_some(Shortage::Places { used: places })
+        (self.sequences_max > 0.0 && places > FULL_MAX).then_some(WorkerShortage::Places { used: places })
     }
 }
 
@@ -226,7 +226,7 @@ mod tests {
     fn prompts(per_second: f64) -> RoleState {
         RoleState {
             workers: 4,
-            rates: Rates { prompts: per_second, new_tokens: per_second * 2_000.0, ..Rates::default() },
+            rates: ArrivalRates { prompts: per_second, new_tokens: per_second * 2_000.0, ..ArrivalRates::default() },
             sizes: vec![SizeClass { weight: 1.0, tokens: 2_000.0 }],
             prefill_tokens_per_second: 20_000.0,
             prompt_share: 1.0,
@@ -256,10 +256,11 @@ mod tests {
     fn waiting_prompts_and_lost_caches_need_further_workers() {
         let state = prompts(20.0);
         let (needed, lacking) = state.needed(&levels(500, 0));
-        assert!(matches!(lacking, Some(Shortage::Prompts { .. })), "{lacking:?}");
+        assert!(matches!(lacking, Some(WorkerShortage::Prompts { .. })), "{lacking:?}");
         let waiting = RoleState { queued_tokens: 10_000_000.0, ..state.clone() };
         assert!(waiting.needed(&levels(500, 0)).0 > needed + 4);
-        let warm = RoleState { rates: Rates { cached_tokens: 120_000.0, ..state.rates }, workers: 2 * needed, ..state.clone() };
+        let warm =
+            RoleState { rates: ArrivalRates { cached_tokens: 120_000.0, ..state.rates }, workers: 2 * needed, ..state.clone() };
         assert!(warm.needed(&levels(500, 0)).0 > needed, "half of the cached tokens would be computed again");
         let cold = RoleState { workers: 1, ..warm };
         assert_eq!(cold.needed(&levels(500, 0)).0, needed, "a new worker takes no cached prefix along");
@@ -268,7 +269,7 @@ mod tests {
     #[test]
     fn answers_need_step_time_memory_and_places() {
         let answers = RoleState {
-            rates: Rates { answer_tokens: 10_000.0, ..Rates::default() },
+            rates: ArrivalRates { answer_tokens: 10_000.0, ..ArrivalRates::default() },
             step: Some(StepTime { base: 0.006, per_sequence: 0.000_1 }),
             sequence_tokens: 2_000.0,
             ..prompts(0.0)
@@ -276,19 +277,23 @@ mod tests {
         // 10,000 tokens/s take one second of `per_sequence` time a second. A level of 20 ms × 0.85 leaves 65 % of each worker's time.
         assert_eq!(answers.needed(&levels(0, 20)).0, 2);
         assert!(
-            matches!(answers.needed(&levels(0, 8)), (9, Some(Shortage::Tokens { .. }))),
+            matches!(answers.needed(&levels(0, 8)), (9, Some(WorkerShortage::Tokens { .. }))),
             "{:?}",
             answers.needed(&levels(0, 8))
         );
         assert_eq!(answers.needed(&levels(0, 5)).0, answers.needed(&levels(1_000, 0)).0, "no number of workers meets 5 ms");
         let small = RoleState { capacity_tokens: 20_000.0, ..answers.clone() };
         assert!(
-            matches!(small.needed(&levels(0, 20)), (8.., Some(Shortage::Memory { .. }))),
+            matches!(small.needed(&levels(0, 20)), (8.., Some(WorkerShortage::Memory { .. }))),
             "{:?}",
             small.needed(&levels(0, 20))
         );
         let few = RoleState { sequences_max: 10.0, ..answers };
-        assert!(matches!(few.needed(&levels(0, 20)), (8.., Some(Shortage::Places { .. }))), "{:?}", few.needed(&levels(0, 20)));
+        assert!(
+            matches!(few.needed(&levels(0, 20)), (8.., Some(WorkerShortage::Places { .. }))),
+            "{:?}",
+            few.needed(&levels(0, 20))
+        );
     }
 
     #[test]

@@ -53,7 +53,7 @@ const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/tandem/src/cluster/external.rs", 2, StartsAgain),
     ("crates/tandem/src/cluster/mod.rs", 1, EndsItsRequest),
     ("crates/tandem/src/cluster/parts.rs", 6, EndsTheProcess),
-    ("crates/tandem/src/cluster/process.rs", 2, EndsTheProcess),
+    ("crates/tandem/src/cluster/process.rs", 3, EndsTheProcess),
     ("crates/tandem/src/cluster/weights.rs", 1, EndsTheProcess),
     ("crates/model-store/src/pypi.rs", 3, EndsItsRequest),
     ("crates/transfer/src/blocking.rs", 2, EndsItsRequest),

@@ -107,7 +107,7 @@ fn decoders() -> BTreeMap<&'static str, Decode> {
     PrefillTimeline, Priority, PromptLogprobs, PushReply, PushRequest, ReadyBlocks, Removed, ResumedSample, RoutePrompt, RouteReply,
     RouteRequest, Sampling, Scheduled, SnapshotChunk, SnapshotRequest, StepTotals, Stored, Submitted, Ticket, Token, TokenLogprob,
     TierView, TokenSequence, Tokens, TransferCapabilities, UnavailableWorker, Waiting, WatchReply, WatchRequest, WorkerInfo, WorkerRef,
-    WorkerView, WorkersReply, WorkersRequest, EngineEndpoint, WantedEndpoints,
+    WorkerView, WorkersReply, WorkersRequest, EngineEndpoint, WantedEndpoints, WantedWorkers, DrainRequest, DrainReply,
     ];
     all.insert("tandem.v1.Constraint.CallInput", decoded::<v1::constraint::CallInput>);
     all.insert("tandem.v1.Constraint.Choices", decoded::<v1::constraint::Choices>);

@@ -4,7 +4,9 @@ use super::Lcg;
 use std::{ops::ControlFlow, time::Duration};
 use tandem_load::report::Slo;
 use tandem_router::{ServiceLevels, WANTED_INTERVAL};
-use tandem_simulator::{RoutingRule, Scaling, ScalingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size, simulate};
+use tandem_simulator::{
+    RoutingRule, ScalingRule, SimulatedCluster, SimulatedDevice, SimulatedRequest, Size, WorkerScaling, simulate,
+};
 
 /// The levels that requests are to meet.
 pub const TTFT: Duration = Duration::from_secs(2);
@@ -67,7 +69,7 @@ impl World {
             block_tokens: 256,
             max_wait: Some(Duration::from_secs(10)),
             levels: ServiceLevels { ttft: Some(TTFT), itl: Some(ITL) },
-            scaling: Some(Scaling { rule, start: self.start, workers_max: 64 }),
+            scaling: Some(WorkerScaling { rule, start: self.start, workers_max: 64 }),
             ..SimulatedCluster::new(RoutingRule::Tandem, Size::Mixed(self.workers))
         };
         let slo = Slo { ttft: Some(TTFT), itl: Some(ITL), ..Slo::default() };
