@@ -160,7 +160,6 @@ impl ServerPlace {
 }
 
 /// Returns the running cluster whose frontend or router is at this address; `None` if there is none.
-#[cfg(feature = "top")]
 pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option<RunningCluster> {
     // Treats localhost and 127.0.0.1 as equal, because the certificate of a frontend may have only one of these names.
     let place = |address: &ServerAddress| address.host_port().replace("localhost:", "127.0.0.1:");

@@ -74,7 +74,7 @@ impl ClusterState {
             false => state.needed(&self.settings.levels),
         };
         let refill = cheapest.map_or(0.0, |member| member.reused.sum(now) / state.prefill_tokens_per_second.max(1.0));
-        let wanted = demand.decide(needed, Duration::from_secs_f64(refill), now);
+        let wanted = demand.decide(needed, Duration::try_from_secs_f64(refill).unwrap_or(Duration::MAX), now);
         let series = demand.series.get_or_insert_with(|| self.metrics.wanted(&model, role));
         series.wanted.set(wanted as f64);
         let mut reason = state.describe(growth);

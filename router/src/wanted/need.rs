@@ -20,6 +20,9 @@ const FULL_MAX: f64 = 0.85;
 /// The time within which new workers are to compute the prompts that wait too long now.
 const BACKLOG_SECONDS: f64 = 60.0;
 
+/// The factor by which the wanted number may exceed the present one. More than that says that something was measured wrongly.
+const GROWTH_MAX: usize = 16;
+
 /// The time of a decode step by the number of its sequences, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct StepTime {
@@ -101,15 +104,24 @@ impl RoleState {
         text
     }
 
-    /// Returns the smallest number of workers that meets the levels, and what one worker less would lack; `None` if the number is 1.
+    /// Returns the smallest number of workers that meets the levels, and what one worker less would lack; `None` if the number is 1. More
+    /// workers never lack more, so the number is found by doubling and by bisection. It is at most [`GROWTH_MAX`] times the present one.
     pub(crate) fn needed(&self, levels: &ServiceLevels) -> (usize, Option<WorkerShortage>) {
-        let (mut workers, mut lacking) = (1, None);
-        // The search ends: with more workers than this, every time is shorter than a thousandth of what it is with the present ones.
-        while workers < 1_000 * self.workers.max(1) {
-            let Some(shortage) = self.shortage(workers as f64, levels) else { break };
-            (workers, lacking) = (workers + 1, Some(shortage));
+        let most = GROWTH_MAX * self.workers.max(1);
+        let (mut few, mut lacking, mut enough) = (0, None, 1);
+        while enough < most
+            && let Some(shortage) = self.shortage(enough as f64, levels)
+        {
+            (few, lacking, enough) = (enough, Some(shortage), (2 * enough).min(most));
         }
-        (workers, lacking)
+        while enough - few > 1 {
+            let middle = few + (enough - few) / 2;
+            match self.shortage(middle as f64, levels) {
+                Some(shortage) => (few, lacking) = (middle, Some(shortage)),
+                None => enough = middle,
+            }
+        }
+        (enough, lacking)
     }
 
     /// Returns what this number of workers would lack to meet the levels.
