@@ -256,10 +256,12 @@ mod tests {
 
     #[test]
     fn prompts_need_their_work_and_less_spare_time_in_larger_clusters() {
-        let spare = |per_second: f64| prompts(per_second).needed(&levels(500, 0)).0 as f64 / (per_second * 0.1);
+        let many = |per_second: f64| RoleState { workers: 100, ..prompts(per_second) };
+        let spare = |per_second: f64| many(per_second).needed(&levels(500, 0)).0 as f64 / (per_second * 0.1);
         let spares = [20.0, 100.0, 1_000.0].map(spare);
         assert!(spares.is_sorted_by(|one, other| one >= other), "{spares:?}");
         assert!((1.08..1.15).contains(&spares[2]), "{spares:?}");
+        assert_eq!(prompts(1e9).needed(&levels(500, 0)).0, GROWTH_MAX * 4, "a demand that cannot be true has a limit");
         // A level that leaves no time to wait needs more workers.
         assert!(prompts(20.0).needed(&levels(150, 0)).0 > prompts(20.0).needed(&levels(2_000, 0)).0);
     }
