@@ -1,5 +1,5 @@
 //! Simulates clusters whose number of workers follows a rule, in five worlds: the router's wanted number, a HorizontalPodAutoscaler on the
-//! number of waiting requests, fixed numbers, and the best schedule that is known in advance. docs/scaling.md shows a run.
+//! numbers of requests, and the best schedule that is known in advance. docs/autoscaling.md shows a run.
 //!
 //! ```sh
 //! cargo bench -p tandem-simulator --bench scaling -- [PARTS OF NAMES]

@@ -3,7 +3,7 @@
 
 use crate::worker::{SimulatedEngine, micros};
 use std::{collections::VecDeque, time::Duration};
-use tandem_router::{VirtualRouter, WorkerRole};
+use tandem_router::WorkerRole;
 
 /// How the number of workers follows the load.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,19 +74,20 @@ impl Scaler {
         Self { settings, roles, starting: VecDeque::new(), autoscaled }
     }
 
-    /// Returns how many workers of the role are to be there, and the worker to remove first. `workers` are those that are there.
+    /// Returns how many workers of the role are to be there, and the worker to remove first. `wanted` is what the router wants for each role;
+    /// `workers` are those that are there.
     pub(crate) fn decide(
         &mut self,
         at: usize,
         now: u64,
-        router: &mut VirtualRouter,
+        wanted: &[(WorkerRole, usize, Option<usize>)],
         workers: &[&SimulatedEngine],
     ) -> (usize, Option<usize>) {
         let present = workers.len();
         let (role, starting) = (self.roles[at], self.starting.iter().filter(|(role, _)| *role == self.roles[at]).count());
         let (number, cheapest) = match &self.settings.rule {
-            ScalingRule::Wanted => match router.wanted().into_iter().find(|wanted| wanted.0 == role) {
-                Some((_, wanted, cheapest)) => (wanted, cheapest),
+            ScalingRule::Wanted => match wanted.iter().find(|wanted| wanted.0 == role) {
+                Some(&(_, wanted, cheapest)) => (wanted, cheapest),
                 None => (present + starting, None),
             },
             ScalingRule::Schedule(numbers) => {

@@ -266,7 +266,7 @@ impl SimulatedEngine {
         let counts = self.cache.counts();
         let capacity_blocks = counts.free + counts.cached + counts.in_use;
         let empty = Self::new(self.role, self.slower, self.device, self.block_tokens, capacity_blocks, self.since);
-        let absent = Self { present: false, losses: self.losses + 1, ..empty };
+        let absent = Self { present: false, drains: self.drains, losses: self.losses + 1, ..empty };
         let lost = std::mem::replace(self, absent);
         lost.waiting.into_iter().chain(lost.running).chain(lost.sending).collect()
     }

@@ -78,10 +78,14 @@ impl Control for ControlService {
 
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
         let DrainRequest { instance_id } = request.into_inner();
+        if instance_id == self.worker.info.instance_id && self.worker.shutdown.is_draining() {
+            return Ok(Response::new(DrainReply {}));
+        }
         self.admit(&instance_id)?;
         let Some(drain) = &self.worker.settings.drain else {
             return Err(Status::failed_precondition(
-                "the worker is a part of a process with others, such as `tandem up`; stop that process instead",
+                "the worker is a part of a process with others, such as `tandem up`, or has neither a cluster key nor a certificate, so that \
+                 any caller could end it; stop its process instead",
             ));
         };
         tracing::info!("the worker is asked to drain");

@@ -50,7 +50,8 @@ pub struct WorkerSettings {
     pub broker: Option<Broker>,
     /// The tracer that continues the traces of requests.
     pub tracer: Tracer,
-    /// Is notified to make the worker's process drain and end; `None`: the process has other parts, so the worker refuses to drain.
+    /// Is notified to make the worker's process drain and end; `None`: the worker refuses, because the process has other parts, or because
+    /// callers are not checked.
     pub drain: Option<Arc<Notify>>,
     /// Leaves the number of cached tokens out of `Scheduled`, to test how the cluster handles a worker that does not report this number.
     pub withhold_cached_tokens: bool,

@@ -67,10 +67,15 @@ impl Peers {
                 all
             }
         };
+        let mut ended = HashSet::new();
         for (number, record) in changes {
             let is_full = bookings.len() >= bookings_max;
             match (bookings.entry(number), record) {
-                (Entry::Occupied(known), None) => members.release(known.remove()),
+                (Entry::Occupied(known), None) => {
+                    let booking = known.remove();
+                    ended.insert(booking.key.0.clone());
+                    members.release(booking);
+                }
                 (Entry::Vacant(_), None) => {}
                 (Entry::Occupied(mut known), Some(record)) => {
                     if !record.prefilling {
@@ -82,7 +87,8 @@ impl Peers {
                 (Entry::Vacant(_), Some(_)) if is_full => {}
                 (Entry::Vacant(new), Some(record)) => {
                     let (booking, load) = book(record, members, own);
-                    if is_change && booking.prefilling {
+                    // A request that was placed again is not a new one.
+                    if is_change && booking.prefilling && !ended.contains(&booking.key.0) {
                         placed(members, &booking, load);
                     }
                     new.insert(booking);

@@ -27,7 +27,8 @@ impl PlacementDecision<'_> {
 
 /// Adds a request that a peer has placed to what arrives for its workers.
 pub(super) fn add_of_peer(demand: &mut ClusterDemand, members: &ClusterMembers, booking: &BookingEntry, load: LoadByRole) {
-    let Some(decode) = members.of(&booking.decode) else { return };
+    // A peer that continues another router's request announces no load.
+    let Some(decode) = members.of(&booking.decode).filter(|_| load != LoadByRole::default()) else { return };
     let new_tokens = load.prefill.tokens.max(load.decode.tokens) as f64;
     let prompt_tokens = booking.hashes.len() as f64 * f64::from(decode.info.block_size);
     let tokens = [new_tokens, (prompt_tokens - new_tokens).max(0.0), booking.answer.tokens() as f64];
@@ -63,10 +64,13 @@ impl ClusterState {
             self.members.values().filter(|member| member.role == role && *member.base_model() == model).collect();
         let demand = self.demand.of(&model, role);
         demand.on_present(members.len(), now);
-        let state = self.settings.costs.prefill_tokens_per_second;
-        let (state, growth) = role_state(demand, &members, state, now);
-        let cheapest = members.iter().min_by(|one, other| {
-            let reused = |member: &Member| member.reused.per_second(now).tokens;
+        let (state, growth) = role_state(demand, &members, self.settings.costs.prefill_tokens_per_second, now);
+        // The only worker of a LoRA or of a transfer family serves requests that no other one could.
+        let serves = |other: &Member, name: &Arc<str>| other.served().any(|served| served == name);
+        let is_alone = |name| members.iter().filter(|other| serves(other, name)).count() == 1;
+        let spare = members.iter().filter(|member| members.len() > 1 && !member.served().any(is_alone));
+        let cheapest = spare.min_by(|one, other| {
+            let reused = |member: &Member| member.reused.sum(now);
             reused(one).total_cmp(&reused(other)).then(one.bookings.count.cmp(&other.bookings.count))
         });
         let (needed, lacking) = match members.is_empty() {
@@ -83,7 +87,7 @@ impl ClusterState {
         } else if needed < wanted {
             reason += &format!("; {needed} would do, and are wanted once that has been so for a while");
         }
-        let cheapest_to_lose = cheapest.filter(|_| members.len() > 1).map(|member| member.info.worker_id.clone());
+        let cheapest_to_lose = cheapest.map(|member| member.info.worker_id.clone());
         WantedWorkers { model, role, wanted, present: members.len(), reason, cheapest_to_lose }
     }
 }

@@ -10,6 +10,8 @@ const HALF_LIVES: [Duration; 2] = [Duration::from_secs(45), Duration::from_secs(
 const TREND_DEVIATIONS: f64 = 2.0;
 /// The load is expected to grow at most by this factor while workers start: a trend that is steeper is one step that has ended already.
 const GROWTH_MAX: f64 = 1.5;
+/// The least time over which a rate is computed.
+const WATCHED_MIN: Duration = Duration::from_secs(15);
 /// Prompts are counted by the binary logarithm of their new tokens, up to this one.
 const SIZES: usize = 24;
 
@@ -86,9 +88,10 @@ impl RoleArrivals {
         self.advance(now);
         let Some((first, _)) = self.since else { return (ArrivalRates::default(), 1.0) };
         let ages = HALF_LIVES.map(|half_life| half_life.as_secs_f64() / std::f64::consts::LN_2);
-        let watched = now.duration_since(first).as_secs_f64();
-        // Sums over less time than their age are divided by the time that they cover.
-        let covered = ages.map(|age| age * (1.0 - (-watched / age).exp()).max(1e-6));
+        // Sums over less time than their age are divided by the time that they cover. Requests that come together just before the first
+        // decision are no rate.
+        let watched = now.duration_since(first).max(WATCHED_MIN).as_secs_f64();
+        let covered = ages.map(|age| age * (1.0 - (-watched / age).exp()));
         let [fast, slow] = [0, 1].map(|at| self.sums[at].scaled(1.0 / covered[at]));
         let [recent, earlier] = [fast, slow].map(|rates| rates.prompts + rates.answers);
         let (rise, deviation) = (recent - earlier, (recent / covered[0]).sqrt());
@@ -150,6 +153,14 @@ mod tests {
             assert!((9.5..10.5).contains(&now.prompts), "{now:?} after {seconds} s");
             assert!((now.new_tokens / now.prompts - 700.0).abs() < 1e-6 && growth == 1.0, "{now:?} {growth}");
         }
+    }
+
+    #[test]
+    fn requests_that_come_together_are_no_rate() {
+        let (mut arrivals, now) = (RoleArrivals::default(), Instant::now());
+        (0..50).for_each(|_| arrivals.add(PROMPT, now));
+        let (rates, growth) = arrivals.forecast(Duration::from_secs(240), now + Duration::from_millis(10));
+        assert!(rates.prompts < 5.0 && growth == 1.0, "{rates:?} {growth}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How many workers of each role a model needs to meet the service levels (docs/adr/058-wanted-workers.md). Autoscalers and operators use the
+//! How many workers of each role a model needs to meet the service levels (docs/adr/059-wanted-workers.md). Autoscalers and operators use the
 //! number; the router starts and stops no worker.
 
 mod arrivals;
@@ -61,7 +61,7 @@ pub(crate) struct RoleDemand {
     present: usize,
     /// The latest time at which a worker was present.
     seen_at: Option<Instant>,
-    /// The time since which more workers are wanted than have joined.
+    /// The time of the latest rise after which no worker has joined yet.
     waits_since: Option<Instant>,
     /// The seconds between a rise of the wanted number and the next worker's joining.
     start: MovingMean,
@@ -93,8 +93,6 @@ impl RoleDemand {
             if took <= START_LIMITS[1] {
                 self.start.record(took.max(START_LIMITS[0]).as_secs_f64());
             }
-        }
-        if present >= self.wanted {
             self.waits_since = None;
         }
         self.present = present;
@@ -116,8 +114,9 @@ impl RoleDemand {
         }
         self.needs.push_back((now, needed));
         self.needs.retain(|(at, _)| now.duration_since(*at) <= hold);
+        let before = self.wanted;
         self.wanted = self.needs.iter().map(|(_, needed)| *needed).max().unwrap_or(needed);
-        if self.wanted > self.present {
+        if self.wanted > before.max(self.present) {
             self.waits_since.get_or_insert(now);
         }
         self.wanted

@@ -87,11 +87,12 @@ impl RoleState {
     pub(crate) fn describe(&self, growth: f64) -> String {
         let ArrivalRates { prompts, new_tokens, cached_tokens, answer_tokens, .. } = self.rates.scaled(1.0 / growth);
         let mut text = String::new();
-        if prompts > 0.0 {
-            let (each, cached) = (new_tokens / prompts, cached_tokens / (new_tokens + cached_tokens).max(1.0) * 100.0);
+        if prompts >= 0.005 {
+            let (each, all) = (new_tokens / prompts, (new_tokens + cached_tokens).max(f64::MIN_POSITIVE));
+            let cached = cached_tokens / all * 100.0;
             text = format!("{prompts:.2} prompts/s with {each:.0} new tokens ({cached:.0} % cached)");
         }
-        if answer_tokens > 0.0 {
+        if answer_tokens >= 0.5 {
             let separator = if text.is_empty() { "" } else { ", " };
             text += &format!("{separator}{answer_tokens:.0} answer tokens/s");
         }
@@ -195,6 +196,8 @@ impl StepTimes {
     const KEPT: f64 = 0.98;
     /// While all steps have similar numbers of sequences, the time of a step is assumed to be this part for its sequences.
     const PART_OF_SEQUENCES: f64 = 0.25;
+    /// The largest part of a step's time that its sequences may take.
+    const PART_MAX: f64 = 0.9;
     /// The weight of this assumption, as a part of the square of the mean number of sequences.
     const ASSUMED: f64 = 0.01;
 
@@ -219,7 +222,8 @@ impl StepTimes {
         }
         let [x, y, xx, xy] = [self.x, self.y, self.xx, self.xy].map(|sum| sum / self.weight);
         let (assumed, weight) = (Self::PART_OF_SEQUENCES * y / x, Self::ASSUMED * x * x);
-        let per_sequence = ((xy - x * y + assumed * weight) / ((xx - x * x).max(0.0) + weight)).clamp(0.0, y / x);
+        let per_sequence =
+            ((xy - x * y + assumed * weight) / ((xx - x * x).max(0.0) + weight)).clamp(0.0, Self::PART_MAX * y / x);
         Some(StepTime { base: y - per_sequence * x, per_sequence })
     }
 }

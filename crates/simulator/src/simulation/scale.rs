@@ -1,7 +1,7 @@
 //! Starts and drains workers as the rule of a cluster says.
 
 use super::{Simulation, SimulationEvent, micros};
-use crate::worker::SimulatedEngine;
+use crate::{scaling::Scaler, worker::SimulatedEngine};
 use std::time::Duration;
 use tandem_router::WANTED_INTERVAL;
 
@@ -15,11 +15,12 @@ impl Simulation<'_> {
     /// Changes the numbers of workers as the rule says.
     pub(super) fn scale(&mut self, now: u64) {
         let Some(mut scaler) = self.scaler.take() else { return };
+        let wanted = self.router.wanted();
         for at in 0..scaler.roles.len() {
             let role = scaler.roles[at];
             let present: Vec<usize> = (0..self.workers.len()).filter(|number| self.workers[*number].serves(role)).collect();
             let workers: Vec<&SimulatedEngine> = present.iter().map(|number| &self.workers[*number]).collect();
-            let (wanted, cheapest) = scaler.decide(at, now, &mut self.router, &workers);
+            let (wanted, cheapest) = scaler.decide(at, now, &wanted, &workers);
             let starting = scaler.starting.iter().filter(|(of, _)| *of == role).count();
             self.totals.changes += u64::from(wanted != present.len() + starting);
             for _ in present.len() + starting..wanted {
@@ -68,8 +69,14 @@ impl Simulation<'_> {
         }
     }
 
-    /// Returns the time for which the present workers are paid until now.
+    /// Returns the time for which the workers that are present, or starting, are paid until now.
     pub(super) fn paid_by_present(&self, now: u64) -> Duration {
-        Duration::from_micros(self.workers.iter().filter(|worker| worker.present).map(|worker| now - worker.since).sum())
+        let present: u64 = self.workers.iter().filter(|worker| worker.present).map(|worker| now - worker.since).sum();
+        let paid_by = |scaler: &Scaler| {
+            let start = micros(scaler.settings.start);
+            scaler.starting.iter().map(|(_, joins)| now - joins.saturating_sub(start)).sum::<u64>()
+        };
+        let started = self.scaler.as_ref().map_or(0, paid_by);
+        Duration::from_micros(present + started)
     }
 }

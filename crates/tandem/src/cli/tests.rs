@@ -233,7 +233,7 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             "--kv-capacity-tokens has no effect with --engine vllm",
         ),
         (
-            &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--slo-itl", "20"],
+            &["decode-worker", "--engine", "vllm", "--engine-url", "http://e:1", "--slo-itl", "20"],
             "--slo-itl has no effect with --engine vllm",
         ),
         (&["epp", "--engine", "sglang", "--engine-url", "http://1.2.3.4:1"], "only vLLM servers can be observed"),

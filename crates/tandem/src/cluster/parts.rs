@@ -57,7 +57,7 @@ pub(super) struct ClusterParts {
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
     pub(super) broker: Option<Broker>,
-    /// Makes the process drain and end; `None`: a worker must not make it do so, because it has other parts.
+    /// Makes the process drain and end; `None`: a worker must not make it do so, because it has other parts, or callers are not checked.
     pub(super) drain: Option<Arc<Notify>>,
     pub(super) metrics: Metrics,
     ends: mpsc::Receiver<StartError>,
@@ -129,6 +129,11 @@ impl ClusterParts {
     fn keep(&mut self, name: &str, task: impl Future<Output = ()> + Send + 'static) {
         let reporting = self.reporting(name, task.map(Ok::<(), Infallible>));
         self.upkeep.spawn(reporting);
+    }
+
+    /// Returns whether calls need the cluster's key or a certificate.
+    pub(super) fn checks_callers(&self) -> bool {
+        self.key.is_set() || self.tls.is_some()
     }
 
     /// Opens the certificate of this process, for the parts that are started after this call. It is read again when its files change.

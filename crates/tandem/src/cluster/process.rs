@@ -146,7 +146,9 @@ impl Process {
         let peer = if role == Role::Decode { PeerRole::DecodeWorker } else { PeerRole::PrefillWorker };
         process.parts.open_cluster_tls(&settings.process.cluster_tls, peer)?;
         process.parts.open_ledger(&settings.worker)?;
-        process.parts.drain = Some(drain_like_sigterm(&process.service));
+        // Without a key and certificates, everyone who reaches the port could end the worker.
+        let is_guarded = process.parts.checks_callers() || settings.common.listen.ip().is_loopback();
+        process.parts.drain = is_guarded.then(|| drain_like_sigterm(&process.service));
         let (listener, address) = process.open(settings.common.listen, &settings.process, answers).await?;
         let registration = discovery.registration(address)?;
         let id = settings.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
@@ -305,9 +307,12 @@ impl Drop for Process {
 /// Returns a notification that makes this process drain and end, as SIGTERM does.
 fn drain_like_sigterm(shutdown: &Shutdown) -> Arc<Notify> {
     let drain = Arc::new(Notify::new());
-    let notified = drain.clone();
+    let (notified, draining) = (drain.clone(), shutdown.clone());
     shutdown.spawn(async move {
-        notified.notified().await;
+        tokio::select! {
+            () = draining.draining() => return,
+            () = notified.notified() => {}
+        }
         if let Err(error) = kill_process(getpid(), Signal::TERM) {
             tracing::error!(%error, "the process cannot drain because it cannot send itself SIGTERM");
         }

@@ -5,7 +5,8 @@ use crate::{
     talk::chat,
     up::{Up, tandem},
 };
-use std::process::Stdio;
+use std::{process::Stdio, time::Duration};
+use tokio::time::Instant;
 
 fn run(plan: &Plan, args: &[&str]) -> (Option<i32>, String) {
     let key = plan.file("key");
@@ -21,7 +22,8 @@ fn plan_names_the_wanted_workers_and_drain_ends_the_named_one_without_losing_req
     plan.list(&[one, other]);
     let router = plan.router(&["--prefill", "local", "--slo-ttft", "2000"]);
     let frontend = plan.frontend(&[]);
-    let (first, _second) = (plan.worker("decode", "d0", one, &[]), plan.worker("decode", "d1", other, &[]));
+    let slow = ["--sim-decode-step-ms", "400"];
+    let (first, second) = (plan.worker("decode", "d0", one, &slow), plan.worker("decode", "d1", other, &slow));
     plan.joined(&["d0", "d1"]);
     ready(&frontend);
     let server = plan.routers[0].to_string();
@@ -45,6 +47,8 @@ fn plan_names_the_wanted_workers_and_drain_ends_the_named_one_without_losing_req
                 })
             })
             .collect();
+        let booked = || plan.view().workers.iter().map(|worker| worker.bookings).min();
+        until("both workers have requests", booked, |booked| booked.is_some_and(|booked| booked > 0));
         let (code, message) = run(&plan, &["drain", &server, "--worker", "d0"]);
         assert!(code == Some(0) && message.starts_with("d0 gets no further requests"), "{message}");
         asked.into_iter().map(|asked| asked.join().expect("the request is answered")).collect::<Vec<_>>()
@@ -54,6 +58,11 @@ fn plan_names_the_wanted_workers_and_drain_ends_the_named_one_without_losing_req
     assert!(status.success(), "{}", plan.log("d0"));
     plan.joined(&["d1"]);
     chat(&frontend, "one worker is left");
+
+    // A worker that was not asked to drain ends at SIGTERM without waiting for that.
+    let signalled = Instant::now();
+    second.signal("-TERM");
+    assert!(second.wait().0.success() && signalled.elapsed() < Duration::from_secs(15), "{}", plan.log("d1"));
 }
 
 #[test]
