@@ -11,10 +11,7 @@ use tandem_proto::{
     channel::{self, Channel, Network, PeerRole, status_text},
     v1::{DrainRequest, WorkersReply, WorkersRequest, control_client::ControlClient, router_client::RouterClient},
 };
-use tokio::{
-    runtime::Runtime,
-    time::{Instant, timeout},
-};
+use tokio::{runtime::Runtime, time::timeout};
 use tonic::Code;
 
 /// Time limit for a reply. A healthy router answers within milliseconds.
@@ -61,12 +58,6 @@ const WANTED: &str =
 const CERTIFICATE: &str = "for a router with a certificate, set --cluster-cert, --cluster-cert-key and --cluster-ca to the files tool.pem, \
                            tool.key and ca.pem that its `tandem cert` has made; otherwise write the port of a router's --listen";
 
-/// A router's view of the cluster, and when it was read.
-pub(crate) struct WorkersView {
-    pub(crate) at: Instant,
-    pub(crate) reply: WorkersReply,
-}
-
 impl RouterConnection {
     /// Connects to the named router, to the router of this user's only running cluster, or to the default address. A running cluster's file
     /// has its key, which is used unless `--cluster-key-file` is given.
@@ -110,7 +101,7 @@ impl RouterConnection {
     }
 
     /// Reads the router's view.
-    pub(crate) fn view(&mut self) -> Result<WorkersView> {
+    pub(crate) fn view(&mut self) -> Result<WorkersReply> {
         let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
         let reply = match reply {
             Ok(reply) => reply,
@@ -128,7 +119,7 @@ impl RouterConnection {
             _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(self.missing.clone())),
         })?;
         self.missing = format!("the router at {} does not answer any more", self.address);
-        Ok(WorkersView { at: Instant::now(), reply: reply.into_inner() })
+        Ok(reply.into_inner())
     }
 
     /// Returns the error for an address at which no router answers this call; `None` if nothing answers at it.

@@ -35,7 +35,7 @@ const NO_LEVELS: &str =
 /// Fails if the router does not answer, or if it has no service levels.
 pub fn plan(args: &LivePlanArgs) -> Result<String> {
     let LivePlanArgs { live: _, router } = args;
-    let reply = router.open("tandem plan --live")?.view()?.reply;
+    let reply = router.open("tandem plan --live")?.view()?;
     planned(&reply)
 }
 
@@ -63,7 +63,7 @@ fn why_nothing_is_planned(reply: &WorkersReply) -> &'static str {
 /// Fails if the router does not answer, if no worker is to be drained, or if the worker refuses.
 pub fn drain(args: &DrainArgs) -> Result<String> {
     let mut router = args.router.open("tandem drain")?;
-    let reply = router.view()?.reply;
+    let reply = router.view()?;
     let worker = chosen(&reply, args.worker.as_deref())?;
     let info = worker.info.as_ref().context("the router names a worker without a description")?;
     router.drain(&worker.address, &info.instance_id)?;

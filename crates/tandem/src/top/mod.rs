@@ -3,7 +3,10 @@
 mod screen;
 mod table;
 
-use crate::{router_connection::RouterAddress, terminal};
+use crate::{
+    router_connection::{RouterAddress, RouterConnection},
+    terminal,
+};
 use anyhow::{Context, Result};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{KeyAction, Screen};
@@ -13,6 +16,7 @@ use std::{
 };
 use table::{Column, SortOrder, TextTable};
 use tandem_process::retry::error_chain;
+use tandem_proto::v1::WorkersReply;
 use tokio::time::Instant;
 
 /// The maximum width of a table that is printed once, in columns: it can be read in a report or in half of a wide screen.
@@ -42,6 +46,19 @@ fn interval(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds)).ok_or("write a number from 0.1 to 3600")
 }
 
+/// A router's view of the cluster, and when it was read.
+struct WorkersView {
+    at: Instant,
+    reply: WorkersReply,
+}
+
+impl WorkersView {
+    fn read(router: &mut RouterConnection) -> Result<Self> {
+        let reply = router.view()?;
+        Ok(Self { at: Instant::now(), reply })
+    }
+}
+
 /// Shows the view until the user quits, and returns `None`. Without a terminal, or with `--once`, returns one table as text.
 ///
 /// # Errors
@@ -50,10 +67,10 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
     let mut router = args.router.open("tandem top")?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut screen = Screen::new(SortOrder { by: args.sort, reverse: args.reverse });
-    let before = router.view()?;
+    let before = WorkersView::read(&mut router)?;
     if args.once || !stdout().is_terminal() || !stdin().is_terminal() {
         std::thread::sleep(interval);
-        let now = router.view()?;
+        let now = WorkersView::read(&mut router)?;
         let table = screen.sorted(TextTable::new(&now.reply, &before.reply, now.at - before.at));
         return Ok(Some(table.plain(terminal::width().map_or(PLAIN_WIDTH, |width| width.min(PLAIN_WIDTH)), args.sort)));
     }
@@ -83,7 +100,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                 let table = screen.sorted(table.clone());
                 terminal.draw(|frame| screen.draw(frame, &table, stale))?;
             }
-            match router.view() {
+            match WorkersView::read(&mut router) {
                 Ok(view) => {
                     before = Some(std::mem::replace(&mut now, view));
                     problem = None;
