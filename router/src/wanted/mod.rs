@@ -56,6 +56,8 @@ pub(crate) struct RoleDemand {
     pub(crate) series: Option<WantedSeries>,
     /// The numbers of workers that the latest decisions have found necessary, each with its time, within the hold time.
     needs: VecDeque<(Instant, usize)>,
+    /// The time of the first decision.
+    began: Option<Instant>,
     /// The wanted number; 0 before the first decision.
     wanted: usize,
     present: usize,
@@ -106,10 +108,12 @@ impl RoleDemand {
     /// Decides how many workers are wanted if `needed` are necessary now. A higher number holds at once. A lower number holds once no higher
     /// one has been necessary for as long as a change costs: until another worker has started, and `refill`, until its cache is filled again.
     /// So a worker that is kept for too long costs at most as much as one that was given up too early (the rule for rented skis: A. Karlin
-    /// et al., "Competitive snoopy caching", 1988). The present number counts as the first necessary one.
+    /// et al., "Competitive snoopy caching", 1988). For this time after the first decision, the present numbers count as necessary, too: the
+    /// workers of a router that has just started join one after the other, and what arrives is not known yet.
     pub(crate) fn decide(&mut self, needed: usize, refill: Duration, now: Instant) -> usize {
         let hold = self.start_time() + refill.min(REFILL_MAX);
-        if self.wanted == 0 {
+        let began = *self.began.get_or_insert(now);
+        if now.duration_since(began) <= hold {
             self.needs.push_back((now, self.present));
         }
         self.needs.push_back((now, needed));
@@ -138,7 +142,8 @@ mod tests {
         assert_eq!(decide(1, 0), 3, "a router that has just started keeps what it finds");
         assert_eq!(decide(5, 15), 5);
         assert_eq!((0..15).map(|_| decide(2, 15)).max(), Some(5));
-        assert_eq!(decide(1, 30), 2);
+        assert_eq!(decide(1, 30), 3, "three were present in the first minutes");
+        assert_eq!((0..20).map(|_| decide(2, 15)).last(), Some(2));
         assert_eq!(decide(4, 15), 4);
     }
 
