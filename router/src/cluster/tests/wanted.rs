@@ -62,7 +62,7 @@ async fn quiet_cluster_wants_fewer_only_after_a_while() {
     let number = |wanted: Vec<WantedWorkers>| wanted[0].wanted;
     assert_eq!(number(arrive(&mut scenario, 1, 60).await), 3);
     assert_eq!(
-        number(arrive(&mut scenario, 1, 300).await),
+        number(arrive(&mut scenario, 1, 420).await),
         2,
         "one worker would be busy half of the time, and prompts would wait"
     );
