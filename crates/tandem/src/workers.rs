@@ -27,7 +27,7 @@ pub struct DrainArgs {
 }
 
 const NO_LEVELS: &str =
-    "this router has no service levels: start it with --slo-ttft or --slo-itl, which are given in milliseconds";
+    "this router has no service levels, or has just started: set --slo-ttft or --slo-itl, in milliseconds, or try again in 15 seconds";
 
 /// Returns the numbers of workers that a running cluster's load needs, as a table with the reasons.
 ///
