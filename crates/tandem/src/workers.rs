@@ -26,8 +26,7 @@ pub struct DrainArgs {
     router: RouterAddress,
 }
 
-const NO_LEVELS: &str =
-    "this router has no service levels, or has just started: set --slo-ttft or --slo-itl, in milliseconds, or try again in 15 seconds";
+const NO_LEVELS: &str = "this router has no service levels, or has just started: set --slo-ttft or --slo-itl, in milliseconds, or try again in 15 seconds";
 
 /// Returns the numbers of workers that a running cluster's load needs, as a table with the reasons.
 ///
