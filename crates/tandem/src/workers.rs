@@ -89,7 +89,9 @@ fn chosen<'a>(reply: &'a WorkersReply, named: Option<&str>) -> Result<&'a Worker
     match reply.workers.iter().find(is_it) {
         Some(worker) => Ok(worker),
         None => {
-            let ids = reply.workers.iter().filter_map(|worker| Some(worker.info.as_ref()?.worker_id.clone())).collect::<Vec<_>>();
+            let mut ids =
+                reply.workers.iter().filter_map(|worker| Some(worker.info.as_ref()?.worker_id.clone())).collect::<Vec<_>>();
+            ids.sort();
             bail!("the router has no worker {id}; its workers are {}", ids.join(", "))
         }
     }

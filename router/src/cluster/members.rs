@@ -481,16 +481,6 @@ impl ClusterMembers {
 }
 
 impl Member {
-    /// Returns what only some workers serve: the models and the transfer family.
-    pub(super) fn served(&self) -> impl Iterator<Item = &Arc<str>> {
-        self.models.iter().chain(&self.family)
-    }
-
-    /// Returns the model of which the worker's other models are LoRAs.
-    pub(super) fn base_model(&self) -> &Arc<str> {
-        &self.models[0]
-    }
-
     /// Returns a reference to the member without a signature. It is signed when a placement is sent.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {

@@ -146,7 +146,7 @@ impl Process {
         let peer = if role == Role::Decode { PeerRole::DecodeWorker } else { PeerRole::PrefillWorker };
         process.parts.open_cluster_tls(&settings.process.cluster_tls, peer)?;
         process.parts.open_ledger(&settings.worker)?;
-        // Without a key and certificates, everyone who reaches the port could end the worker.
+        // Without a key and certificates, any process that reaches the port could end the worker.
         let is_guarded = process.parts.checks_callers() || settings.common.listen.ip().is_loopback();
         process.parts.drain = is_guarded.then(|| drain_like_sigterm(&process.service));
         let (listener, address) = process.open(settings.common.listen, &settings.process, answers).await?;

@@ -89,8 +89,8 @@ fn commands_accept_each_spelling_of_a_server_and_identify_a_server_of_the_wrong_
     let (prefill, grpc) = (prefill.to_string(), grpc.as_str());
     for (command, server, kind) in [
         (&top[..], &*api, " is a frontend; this command reads a router"),
-        (&top, router.address(), " is the admin port of a router; `tandem top`"),
-        (&top, &prefill, " is the gRPC port of a worker; `tandem top`"),
+        (&top, router.address(), " is the admin port of a router; this command reads a router"),
+        (&top, &prefill, " is the gRPC port of a worker; this command reads a router"),
         (&["ready"], grpc, GRPC),
         (&["route", "explain", "--prompt", "x"], grpc, GRPC),
         (&["route", "explain", "--prompt", "x"], router.address(), " is the admin port of a router; `tandem route explain`"),

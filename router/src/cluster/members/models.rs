@@ -1,7 +1,7 @@
 //! The models of each member: its own, and its LoRAs, which may change.
 
-use super::{ClusterMembers, JoinError, MemberId};
-use std::collections::BTreeSet;
+use super::{ClusterMembers, JoinError, Member, MemberId};
+use std::{collections::BTreeSet, sync::Arc};
 use tandem_proto::v1::WorkerInfo;
 
 /// Returns the models that a worker serves: its own, then its LoRAs.
@@ -40,5 +40,17 @@ impl ClusterMembers {
         member.series.show_models(info, 1.0);
         (member.info.loras, member.models) = (info.loras.clone(), models);
         Ok(())
+    }
+}
+
+impl Member {
+    /// Returns what only some workers serve: the models and the transfer family.
+    pub(in crate::cluster) fn served(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.models.iter().chain(&self.family)
+    }
+
+    /// Returns the model of which the worker's other models are LoRAs.
+    pub(in crate::cluster) fn base_model(&self) -> &Arc<str> {
+        &self.models[0]
     }
 }
