@@ -6,7 +6,7 @@ use metrics::{Counter, Gauge, Histogram};
 use tandem_process::Metrics;
 use tandem_proto::{
     Cause, Funnel,
-    v1::{PrefixFacts, WorkerInfo},
+    v1::{PrefixFacts, WorkerInfo, worker_info::Role},
 };
 
 /// Metrics of the router itself; [`RouterMetrics::new`] has their help texts.
@@ -122,9 +122,10 @@ impl RouterMetrics {
 
     /// Returns the gauge of the wanted workers of this role.
     pub(crate) fn wanted(&self, model: &str, role: WorkerRole) -> WantedSeries {
-        let exported = self.registry.part(&format!("wanted {} {model}", role.name()));
+        let role = Role::from(role).name();
+        let exported = self.registry.part(&format!("wanted {role} {model}"));
         let help = "Number of workers that the load needs to meet --slo-ttft and --slo-itl.";
-        let labels = [("model", model), ("role", role.name())];
+        let labels = [("model", model), ("role", role)];
         WantedSeries { wanted: exported.gauge("tandem_router_wanted_workers", help, &labels), _exported: exported }
     }
 

@@ -1,10 +1,7 @@
 //! The router's reports about itself and the cluster.
 
 use super::{ClusterState, texts};
-use crate::{
-    route::{NoEligibleWorker, WorkerRole},
-    wanted::WantedWorkers,
-};
+use crate::{route::NoEligibleWorker, wanted::WantedWorkers};
 use std::sync::Arc;
 use tandem_proto::{
     channel::OnRefused,
@@ -109,13 +106,9 @@ impl ClusterState {
 
 fn wanted(of: &WantedWorkers) -> v1::WantedWorkers {
     let WantedWorkers { model, role, wanted, present, reason, cheapest_to_lose } = of;
-    let role = match role {
-        WorkerRole::Prefill => worker_info::Role::Prefill,
-        WorkerRole::Decode => worker_info::Role::Decode,
-    };
     v1::WantedWorkers {
         model: model.to_string(),
-        role: role.into(),
+        role: worker_info::Role::from(*role).into(),
         wanted: *wanted as u32,
         present: *present as u32,
         reason: reason.clone(),

@@ -127,14 +127,10 @@ impl VirtualRouter {
 
     fn join_as(&mut self, number: usize, worker: VirtualWorker) -> (MemberId, String) {
         let VirtualWorker { role, block_size, capacity_blocks, block_bytes, step_tokens } = worker;
-        let role = match role {
-            WorkerRole::Prefill => worker_info::Role::Prefill,
-            WorkerRole::Decode => worker_info::Role::Decode,
-        };
         let instance_id = format!("{number}-{}", self.instances);
         self.instances += 1;
         let info = WorkerInfo {
-            role: role.into(),
+            role: worker_info::Role::from(role).into(),
             worker_id: number.to_string(),
             instance_id: instance_id.clone(),
             model: MODEL.to_owned(),

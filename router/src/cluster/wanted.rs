@@ -12,7 +12,7 @@ use crate::{
     route::{RouteChoice, WorkerRole},
     wanted::{ArrivalRates, ClusterDemand, RoleDemand, RoleState, WantedWorkers},
 };
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use tokio::time::Instant;
 
 impl PlacementDecision<'_> {
@@ -65,10 +65,12 @@ impl ClusterState {
         let demand = self.demand.of(&model, role);
         demand.on_present(members.len(), now);
         let (state, growth) = role_state(demand, &members, self.settings.costs.prefill_tokens_per_second, now);
-        // The only worker of a LoRA or of a transfer family serves requests that no other one could.
-        let serves = |other: &Member, name: &Arc<str>| other.served().any(|served| served == name);
-        let is_alone = |name| members.iter().filter(|other| serves(other, name)).count() == 1;
-        let spare = members.iter().filter(|member| members.len() > 1 && !member.served().any(is_alone));
+        // The only worker of a model, a LoRA or a transfer family serves requests that no other one could.
+        let mut servers: BTreeMap<&str, usize> = BTreeMap::new();
+        for served in members.iter().flat_map(|member| member.served()) {
+            *servers.entry(served).or_default() += 1;
+        }
+        let spare = members.iter().filter(|member| member.served().all(|served| servers[&**served] > 1));
         let cheapest = spare.min_by(|one, other| {
             let reused = |member: &Member| member.reused.sum(now);
             reused(one).total_cmp(&reused(other)).then(one.bookings.count.cmp(&other.bookings.count))

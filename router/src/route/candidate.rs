@@ -3,6 +3,7 @@
 use crate::{rates::Measurement, settings::PrefillPlace};
 use std::sync::Arc;
 use tandem_kv::ByTier;
+use tandem_proto::v1::worker_info::Role;
 
 /// The role of a worker. A decode worker may also prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -13,12 +14,11 @@ pub enum WorkerRole {
     Decode,
 }
 
-impl WorkerRole {
-    /// Returns the role's name in metrics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
+impl From<WorkerRole> for Role {
+    fn from(role: WorkerRole) -> Self {
+        match role {
+            WorkerRole::Prefill => Self::Prefill,
+            WorkerRole::Decode => Self::Decode,
         }
     }
 }
