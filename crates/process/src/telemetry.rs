@@ -10,7 +10,7 @@ use std::{
     },
     time::Duration,
 };
-use tracing_subscriber::{EnvFilter, fmt};
+use tracing_subscriber::{EnvFilter, filter::LevelFilter, fmt};
 
 const NATS: &str = "async_nats";
 
@@ -34,8 +34,15 @@ pub enum LogFormat {
 /// lines, so that a slow reader of the log cannot block the process. Dropping the returned value waits until the last lines are written.
 ///
 /// # Errors
-/// Fails if the filter cannot be parsed, or if the system cannot start the thread.
+/// Fails if the filter cannot be parsed or has a word that is neither a level nor one of Tandem's crates, or if the system cannot start the
+/// thread.
 pub fn init(filter: &str, format: LogFormat) -> Result<Logging, LoggingError> {
+    // `EnvFilter` takes such a word for the name of another crate, and would log nothing else.
+    let is_plain = |word: &&str| word.chars().all(|char| char.is_ascii_alphanumeric() || matches!(char, '_' | '-' | ':'));
+    let is_known = |word: &str| word.starts_with("tandem") || word.parse::<LevelFilter>().is_ok();
+    if let Some(word) = filter.split(',').map(str::trim).filter(is_plain).find(|word| !is_known(word)) {
+        return Err(LoggingError::Level(word.to_owned()));
+    }
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
         // The NATS client would log every attempt to connect; Tandem logs the changes of the connection itself.
@@ -122,6 +129,12 @@ pub enum LoggingError {
     /// The log filter cannot be parsed.
     #[error("the log filter (--log) is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
     Filter(#[from] tracing_subscriber::filter::ParseError),
+    /// The log filter has a word that is not a level.
+    #[error(
+        "the log filter (--log) is not valid: {0} is not off, error, warn, info, debug or trace{hint}",
+        hint = if .0.as_str() == "json" { "; for lines in JSON, set --log-format json" } else { "" }
+    )]
+    Level(String),
     /// The system cannot start the thread that writes lines.
     #[error("the system cannot start a thread: {0}")]
     Thread(io::Error),

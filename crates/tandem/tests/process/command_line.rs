@@ -227,6 +227,8 @@ fn failed_start_prints_one_line_and_sets_the_exit_code() {
         (&["up", "--prefill", "remote", "--prefill-workers", "0"], 1, "--prefill-workers"),
         (&["up", "--model", "/nonexistent.gguf"], 1, "there is no model at /nonexistent.gguf"),
         (&["up", "--log", "tandem=loud"], 1, "log filter"),
+        (&["up", "--log", "tandem_router,warning"], 1, "log filter (--log) is not valid: warning is not off, error, warn, info"),
+        (&["up", "--log", "json"], 1, "set --log-format json"),
         (&["up", "--engine", "sim", "--tp", "2"], 1, "--tp needs --engine cuda"),
         (&["up", "--engine", "cuda", "--tp", "9"], 2, "9 is not in 1..=8"),
         (&["up", "--engine", "tpu"], 2, "possible values: cpu"),
