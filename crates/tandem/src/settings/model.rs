@@ -39,7 +39,7 @@ pub enum EngineKind {
     /// This machine's CPU
     #[default]
     Cpu,
-    /// An NVIDIA GPU; not tested on one yet (docs/adr/013-cuda.md)
+    /// An NVIDIA GPU; has run on one H200 only (docs/adr/013-cuda.md)
     Cuda,
     /// No model: deterministic text, times from a cost model
     Sim,
