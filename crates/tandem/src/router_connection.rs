@@ -48,6 +48,8 @@ pub(crate) struct RouterConnection {
     client: RouterClient<Channel>,
     network: Network,
     address: ServerAddress,
+    /// Whether the router is a part of a `tandem up` of this user.
+    pub(crate) of_up: bool,
     /// The message if no router answers.
     missing: String,
 }
@@ -73,7 +75,7 @@ impl RouterConnection {
             Some(cluster) if args.key.cluster_key_file.is_none() => cluster.key.read()?,
             _ => args.key.read()?,
         };
-        let is_default = found.is_none() && args.router.is_none();
+        let (of_up, is_default) = (found.is_some(), found.is_none() && args.router.is_none());
         let address = match (found, &args.router) {
             (Some(cluster), _) => {
                 // Waits for a cluster that starts. If the frontend does not answer, the router may.
@@ -84,7 +86,7 @@ impl RouterConnection {
             (None, None) => "127.0.0.1:7000".parse().expect("the address is valid"),
         };
         let network = Network::tcp(key).with_tls(tls.map(|(tls, _)| tls));
-        let router = Self::connect(&address, network)?;
+        let router = Self { of_up, ..Self::connect(&address, network)? };
         Ok(if is_default { Self { missing: nothing_runs("router", &address), ..router } } else { router })
     }
 
@@ -97,7 +99,7 @@ impl RouterConnection {
             network.expecting(&[PeerRole::Router]).connect_lazy(&endpoint)
         };
         let missing = format!("no router answers at {address}; {WANTED}");
-        Ok(Self { runtime, client: RouterClient::new(channel), network, address: address.clone(), missing })
+        Ok(Self { runtime, client: RouterClient::new(channel), network, address: address.clone(), of_up: false, missing })
     }
 
     /// Reads the router's view.

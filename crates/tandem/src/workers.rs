@@ -26,7 +26,7 @@ pub struct DrainArgs {
     router: RouterAddress,
 }
 
-const NO_LEVELS: &str = "this router has no service levels, or has just started: set --slo-ttft or --slo-itl, in milliseconds, or try again in 15 seconds";
+const NO_LEVELS: &str = "this router has no service levels, or has just started: start `tandem router` or `tandem up` with --slo-ttft MS or --slo-itl MS, or try again in 15 seconds";
 
 /// Returns the numbers of workers that a running cluster's load needs, as a table with the reasons.
 ///
@@ -59,15 +59,17 @@ fn why_nothing_is_planned(reply: &WorkersReply) -> &'static str {
 /// Makes a worker drain and end, and returns what happens next.
 ///
 /// # Errors
-/// Fails if the router does not answer, if no worker is to be drained, or if the worker refuses.
+/// Fails if the router does not answer or is a part of `tandem up`, if no worker is to be drained, or if the worker refuses.
 pub fn drain(args: &DrainArgs) -> Result<String> {
     let mut router = args.router.open("tandem drain")?;
+    ensure!(!router.of_up, "the workers of `tandem up` are parts of one process, and cannot be drained; stop it instead");
     let reply = router.view()?;
     let worker = chosen(&reply, args.worker.as_deref())?;
     let info = worker.info.as_ref().context("the router names a worker without a description")?;
     router.drain(&worker.address, &info.instance_id)?;
     Ok(format!(
-        "{} gets no further requests and ends when its running ones have ended: {} now. `tandem top` lists it until then.\n",
+        "{} gets no further requests and ends when its running ones have ended: {} now. After that, `tandem top` shows it as unreachable if \
+         the router has it in a list (--workers).\n",
         info.worker_id, worker.bookings
     ))
 }

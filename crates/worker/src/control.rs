@@ -83,10 +83,14 @@ impl Control for ControlService {
         }
         self.admit(&instance_id)?;
         let Some(drain) = &self.worker.settings.drain else {
-            return Err(Status::failed_precondition(
-                "the worker is a part of a process with others, such as `tandem up`, or has neither a cluster key nor a certificate, so that \
-                 any caller could end it; stop its process instead",
-            ));
+            // `tandem up` always has a key.
+            return Err(Status::failed_precondition(match &*self.worker.info.key_fingerprint {
+                "" => {
+                    "the worker listens on an address that other machines reach, and has neither a cluster key nor a certificate, so that any \
+                     caller could end it; set --cluster-key-file, or stop its process with SIGTERM"
+                }
+                _ => "the worker is a part of a process with others, such as `tandem up`; stop this process instead",
+            }));
         };
         tracing::info!("the worker is asked to drain");
         drain.notify_one();

@@ -87,7 +87,7 @@ impl ClusterState {
         if let Some(lacking) = lacking.filter(|_| needed == wanted) {
             reason += &format!("; with {}, {lacking}", needed - 1);
         } else if needed < wanted {
-            reason += &format!("; {needed} would do, and are wanted once that has been so for a while");
+            reason += &format!("; {needed} would do, and the wanted number falls once that has been so for a while");
         }
         let cheapest_to_lose = cheapest.map(|member| member.info.worker_id.clone());
         WantedWorkers { model, role, wanted, present: members.len(), reason, cheapest_to_lose }

@@ -70,7 +70,7 @@ fn worker_of_a_process_with_other_parts_refuses_to_drain() {
     let up = Up::spawn(&["up", "--engine", "sim", "--listen", "127.0.0.1:0", "--slo-itl", "50"], Stdio::null());
     let output = tandem(&["drain", up.address(), "--worker", "decode-0"]).output().expect("the binary runs");
     let message = String::from_utf8_lossy(&output.stderr);
-    let is_refused = message.contains("a part of a process with others, such as `tandem up`");
+    let is_refused = message.contains("the workers of `tandem up` are parts of one process, and cannot be drained");
     assert!(output.status.code() == Some(1) && is_refused, "{message}");
     let output = tandem(&["plan", up.address()]).output().expect("the binary runs");
     assert_eq!(output.status.code(), Some(2), "without --live, the command line is wrong");

@@ -358,3 +358,17 @@ async fn each_reason_for_which_a_router_refuses_the_worker_is_logged_once_and_bo
         "{text}"
     );
 }
+
+#[tokio::test]
+async fn refusal_to_drain_has_its_reason() {
+    for (key_fingerprint, reason) in
+        [("", "set --cluster-key-file"), ("aa", "a part of a process with others, such as `tandem up`")]
+    {
+        let mut worker = Watched::new(8);
+        let info = WorkerInfo::clone(&worker.service.worker.info);
+        worker.service.worker.info = WorkerInfo { key_fingerprint: key_fingerprint.to_owned(), ..info }.into();
+        let request = DrainRequest { instance_id: "now".to_owned() };
+        let refused = worker.service.drain(Request::new(request)).await.expect_err("the process has other parts or no key");
+        assert!(refused.message().contains(reason), "{}", refused.message());
+    }
+}
