@@ -128,18 +128,18 @@ pub struct StreamUsage {
     pub in_every_chunk: bool,
 }
 
-/// Checks that a number of tokens is at least `low`.
+/// Checks that a number of tokens is at least `low`, which is 0 or 1.
 ///
 /// # Errors
-/// The number is less than `low`.
+/// The number is less than `low`, or greater than any context.
 pub(crate) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, RequestError> {
-    let allowed = if low == 0 { "a whole number from 0 on" } else { "a whole number from 1 on" };
-    match u32::try_from(found) {
-        Ok(count) if count >= low => Ok(count),
-        // This number exceeds every model's context, so a later check against the context refuses it.
-        Err(_) if found > 0 => Ok(u32::MAX),
-        _ => Err(RequestError::invalid(param, Problem::Range { allowed, found: found as f64 })),
-    }
+    let allowed = match low {
+        _ if found > 0 => "at most 4294967295",
+        0 => "a whole number from 0 on",
+        _ => "a whole number from 1 on",
+    };
+    let count = u32::try_from(found).ok().filter(|count| *count >= low);
+    count.ok_or_else(|| RequestError::invalid(param, Problem::Range { allowed, found: found as f64 }))
 }
 
 /// Checks the number of alternatives to be reported for each token. All endpoints have the limit of OpenAI's chat endpoint.
