@@ -94,25 +94,25 @@ pub enum RatesError {
 }
 
 /// Measures the rates of a server that serves no other requests. The server should have one worker, because a batch is divided among several
-/// workers.
+/// workers. `show` receives a line about each measurement.
 ///
 /// # Errors
 /// Fails if the server cannot be reached, refuses a request, reports no usage, or is too slow.
-pub async fn rates(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
-    let measured = tokio::time::timeout(settings.timeout, measure(settings)).await;
+pub async fn rates(settings: &RateSettings, show: impl Fn(String)) -> Result<MeasuredRates, RatesError> {
+    let measured = tokio::time::timeout(settings.timeout, measure(settings, &show)).await;
     measured.unwrap_or_else(|_| Err(RatesError::Timeout(settings.timeout.as_secs())))
 }
 
-async fn measure(settings: &RateSettings) -> Result<MeasuredRates, RatesError> {
+async fn measure(settings: &RateSettings, show: &impl Fn(String)) -> Result<MeasuredRates, RatesError> {
     let http = Http::new(&settings.url, settings.ca.as_deref(), settings.headers.clone())?;
     let target = BenchTarget::find(http, settings.model.clone()).await?;
     let bodies = BodyFields { model: target.model.clone(), max_tokens: None, ignore_eos: true, extra: Map::new() };
     let mut probe = Probe { http: target.http, bodies, rng: Rng::new(), tokens_per_word: 1.0 };
     let first = probe.ask(FIRST_WORDS, 2).await?;
     probe.tokens_per_word = first.prompt_tokens.ok_or(RatesError::NoUsage)? as f64 / FIRST_WORDS as f64;
-    let (batches, decode_workers) = probe.batches(settings.batch_max).await?;
+    let (batches, decode_workers) = probe.batches(settings.batch_max, show).await?;
     let (_, least_ms) = probe.shortest(1).await?;
-    let prompts = probe.prompts(settings.prompt_tokens_max).await?;
+    let prompts = probe.prompts(settings.prompt_tokens_max, show).await?;
     let rates = MeasuredRates::of(prompts, batches, least_ms, settings.chunk_tokens, decode_workers);
     if rates.prefill_tokens_per_second.is_finite() { Ok(rates) } else { Err(RatesError::Flat) }
 }
@@ -165,12 +165,13 @@ impl Probe {
 
     /// Measures prompts of increasing length. Returns, for each, the number of computed tokens and the time to the first token in
     /// milliseconds.
-    async fn prompts(&mut self, tokens_max: u64) -> Result<Vec<(u64, f64)>, RatesError> {
+    async fn prompts(&mut self, tokens_max: u64, show: &impl Fn(String)) -> Result<Vec<(u64, f64)>, RatesError> {
         let mut found = Vec::new();
         let mut tokens = SHORTEST_TOKENS;
         while tokens <= tokens_max {
             // The length is a little below a power of two, so that no chunk has only one or two tokens.
             let (computed, ms) = self.shortest(tokens * 15 / 16).await?;
+            show(format!("computed tokens: {computed}, TTFT {ms:.2} ms"));
             found.push((computed, ms));
             if found.len() > 1 && ms > PROMPT_MAX.as_secs_f64() * 1e3 {
                 break;
@@ -198,7 +199,7 @@ impl Probe {
 
     /// Measures batches of increasing size. Returns, for each, the number of answers per worker and the time between two tokens in
     /// milliseconds. Also returns the number of workers.
-    async fn batches(&mut self, batch_max: usize) -> Result<(Vec<(f64, f64)>, usize), RatesError> {
+    async fn batches(&mut self, batch_max: usize, show: &impl Fn(String)) -> Result<(Vec<(f64, f64)>, usize), RatesError> {
         let (mut found, mut workers_max) = (Vec::new(), 1);
         let mut batch = 1;
         while batch <= batch_max {
@@ -206,7 +207,9 @@ impl Probe {
             let answers = try_join_all(asked).await?;
             let workers: BTreeSet<&Arc<str>> = answers.iter().filter_map(|answer| answer.decode_worker.as_ref()).collect();
             let workers = workers.len().max(1);
-            found.push((batch as f64 / workers as f64, token_ms(&answers).ok_or(RatesError::NoUsage)?));
+            let ms = token_ms(&answers).ok_or(RatesError::NoUsage)?;
+            show(format!("answers at once: {batch}, ITL {ms:.2} ms"));
+            found.push((batch as f64 / workers as f64, ms));
             workers_max = workers_max.max(workers);
             batch *= 2;
         }

@@ -148,13 +148,13 @@ impl ServerPlace {
         self.ca.as_ref().map(read).transpose()
     }
 
-    /// Fails with advice if the port does not answer, or if the user has named no server, runs no cluster, and nothing answers at the default
-    /// address.
+    /// Fails with advice if nothing answers at the address, or if the port does not answer.
     #[cfg(feature = "load")]
     pub(crate) fn check(&self) -> Result<()> {
         let kind = kind(&self.address);
         ensure!(kind != Some(SILENT), "{} is {SILENT}", self.address);
         ensure!(!self.is_default || kind.is_some(), nothing_runs("server", &self.address));
+        ensure!(kind.is_some(), "no server answers at {}; start it, or correct SERVER", self.address);
         Ok(())
     }
 }

@@ -1,7 +1,10 @@
 //! Checks that the rates measured on a simulated device equal the device's settings.
 
 use anyhow::{Context, Result, ensure};
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    time::Duration,
+};
 use tandem_load::{HeaderMap, RateSettings, RatesError, rates};
 use tandem_tests::{sim_settings, start};
 
@@ -31,7 +34,12 @@ async fn measured_rates_are_those_of_the_device() -> Result<()> {
     let mut attempts = 0;
     let found = loop {
         attempts += 1;
-        let found = rates(&settings(format!("http://{}", cluster.frontend()))).await?;
+        let shown = AtomicUsize::new(0);
+        let show = |_: String| {
+            shown.fetch_add(1, Relaxed);
+        };
+        let found = rates(&settings(format!("http://{}", cluster.frontend())), show).await?;
+        assert_eq!(shown.into_inner(), found.batches.len() + found.prompts.len());
         let prefill = near(found.prefill_tokens_per_second, 4_000.0) && near(found.prefill_step_ms, 40.0);
         if prefill && near(found.decode_step_ms, 50.0) && near(found.decode_sequence_ms, 10.0) {
             break found;
@@ -51,10 +59,10 @@ async fn measurement_ends_at_its_time_limit_and_says_what_a_server_refuses() -> 
     let cluster = start(up).await?;
     let url = format!("http://{}", cluster.frontend());
     let slow = RateSettings { timeout: Duration::from_millis(300), ..settings(url.clone()) };
-    let error = rates(&slow).await.err().context("the device is slow")?;
+    let error = rates(&slow, drop).await.err().context("the device is slow")?;
     ensure!(matches!(error, RatesError::Timeout(_)), "{error}");
     let unknown = RateSettings { model: Some("no-such-model".to_owned()), ..settings(url) };
-    let error = rates(&unknown).await.err().context("the model is unknown")?.to_string();
+    let error = rates(&unknown, drop).await.err().context("the model is unknown")?.to_string();
     ensure!(error.contains("no-such-model"), "{error}");
     cluster.stop().await;
     Ok(())

@@ -23,6 +23,11 @@ pub(super) fn decimal(number: f64) -> String {
     }
 }
 
+/// Returns a share of 1 as a percentage, rounded: `12.3%`.
+pub(super) fn rounded_percent(share: f64) -> String {
+    format!("{:.1}%", share * 100.0)
+}
+
 /// Returns a share of 1 as a percentage: `12.3%`. It is rounded down, so that it never equals a limit above it.
 pub fn percent(share: f64) -> String {
     format!("{:.1}%", (share * 1000.0 + 1e-9).floor() / 10.0)
@@ -57,5 +62,6 @@ mod tests {
             (percent(0.1234), percent(0.9168), percent(0.29), counted(1, "answer"), counted(1_200, "answer")),
             ("12.3%".to_owned(), "91.6%".to_owned(), "29.0%".to_owned(), "1 answer".to_owned(), "1,200 answers".to_owned())
         );
+        assert_eq!(rounded_percent(0.9168), "91.7%");
     }
 }

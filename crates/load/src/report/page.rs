@@ -3,7 +3,7 @@
 use super::{
     ErrorCount, Fact, PlanSummary, Report, TimeSummary, WorkerShare,
     chart::{Axis, COLOURS, Chart, Series, chart, percentile_at},
-    format::{decimal, percent, whole},
+    format::{decimal, percent, rounded_percent, whole},
     plan,
     text::{requests, sentences},
     timeline::Bin,
@@ -149,7 +149,7 @@ fn tiles(report: &Report) -> Vec<PageTile> {
     }));
     tiles.extend(report.tokens.hit_rate().map(|rate| PageTile {
         name: "Hit rate",
-        value: percent(rate),
+        value: rounded_percent(rate),
         about: format!("{} of {} prompt tokens", whole(report.tokens.cached()), whole(report.tokens.prompt_with_cached)),
     }));
     tiles.push(PageTile {

@@ -2,7 +2,7 @@
 
 use super::{
     PrefixTokens, Report, TimeSummary, Tokens,
-    format::{counted, decimal, percent, whole},
+    format::{counted, decimal, percent, rounded_percent, whole},
 };
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use std::fmt::Write;
@@ -52,7 +52,7 @@ const COLUMNS: [ComparedColumn; 13] = [
     ("", "p99", |report| of(&report.itl, |itl| itl.p99_ms)),
     ("E2E ms", "mean", |report| of(&report.e2e, |e2e| e2e.mean_ms)),
     ("", "p99", |report| of(&report.e2e, |e2e| e2e.p99_ms)),
-    ("hit", "rate", |report| report.tokens.hit_rate().map(percent).unwrap_or_default()),
+    ("hit", "rate", |report| report.tokens.hit_rate().map(rounded_percent).unwrap_or_default()),
     ("tokens", "per s", |report| decimal(report.tokens.output_per_second)),
     ("good-", "put", |report| report.goodput.as_ref().map(|goodput| percent(goodput.share)).unwrap_or_default()),
     ("busiest", "/ mean", busiest),
@@ -148,7 +148,7 @@ pub(super) fn sentences(report: &Report) -> Vec<String> {
 
 /// Returns a sentence about the cached tokens: how many there are, and how they are known.
 fn cached(tokens: &Tokens) -> Option<String> {
-    let rate = tokens.hit_rate().map(percent);
+    let rate = tokens.hit_rate().map(rounded_percent);
     let known = [
         (tokens.cached_counted, "counted by workers"),
         (tokens.cached_estimated, "estimated"),
@@ -170,8 +170,7 @@ fn cached(tokens: &Tokens) -> Option<String> {
 
 /// Returns sentences about the tokens that could have been cached, and about those that were not.
 fn prefixes(prefix: &PrefixTokens) -> impl Iterator<Item = String> {
-    let of_prompts =
-        |tokens: u64| percent(if prefix.prompt_tokens == 0 { 0.0 } else { tokens as f64 / prefix.prompt_tokens as f64 });
+    let of_prompts = |tokens: u64| rounded_percent(tokens as f64 / prefix.prompt_tokens.max(1) as f64);
     let funnel = format!(
         "cached on any worker {}, on a worker that could compute the prompt {}, expected on the chosen one {}, found {}",
         of_prompts(prefix.possible_tokens),

@@ -8,8 +8,9 @@ use crate::{
 };
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use std::time::Duration;
+use std::{io::stderr, time::Duration};
 use tandem_load::{AUTHORIZATION, HeaderMap, MeasuredRates, RateSettings};
+use tandem_process::telemetry::tell;
 
 /// The arguments of `tandem bench rates`.
 #[derive(Args, Debug)]
@@ -36,7 +37,7 @@ pub struct RatesArgs {
     timeout: Duration,
 }
 
-/// Measures the server, and prints the measurements and the flags. A signal ends the run.
+/// Measures the server, and prints the measurements and the flags, and on stderr each measurement as it is made. A signal ends the run.
 ///
 /// # Errors
 /// The server cannot be measured.
@@ -59,7 +60,7 @@ pub fn run(args: &RatesArgs) -> Result<()> {
     let measured = runtime.block_on(async {
         let mut signals = Signals::new().context("the process cannot receive signals")?;
         tokio::select! {
-            measured = tandem_load::rates(&settings) => Ok(measured?),
+            measured = tandem_load::rates(&settings, |line| tell(stderr(), &(line + "\n"))) => Ok(measured?),
             () = signals.next() => bail!("stopped"),
         }
     });

@@ -74,14 +74,16 @@ fn interrupted_replay_prints_the_results_so_far() {
 
 #[test]
 fn replay_reports_wrong_rows_and_servers_without_answers() {
+    let up = Up::start(&["--engine", "sim"], Stdio::inherit());
+    let at = up.address();
     let (_folder, wrong) = trace(&(row(0, "1", 100) + "nonsense"));
     for (args, expected) in [
-        (&[&*wrong][..], "trace.jsonl, line 2: expected"),
-        (&[&*wrong, "--limit", "1", "http://127.0.0.1:9"], "--model"),
-        (&[&*wrong, "--limit", "1", "http://127.0.0.1:9", "--model", "m", "--prompt", "ids"], "no request was answered"),
-        (&[&*wrong, "--limit", "1", "--key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (&[&*wrong, at][..], "trace.jsonl, line 2: expected"),
+        (&[&*wrong, "--limit", "1", "http://127.0.0.1:9"], "no server answers at 127.0.0.1:9"),
+        (&[&*wrong, "--limit", "1", at, "--model", "m", "--prompt", "ids"], "no request was answered"),
+        (&[&*wrong, "--limit", "1", at, "--key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
         (&[&*wrong, "--speed", "2", "--concurrency", "1"], "cannot be used with"),
-        (&[&*wrong, "--json", "/no/such/folder/r.json"], "/no/such/folder/r.json cannot be written"),
+        (&[&*wrong, at, "--json", "/no/such/folder/r.json"], "/no/such/folder/r.json cannot be written"),
     ] {
         let output = tandem(&[&["bench", "replay"], args].concat()).output().expect("the binary runs");
         let (out, errors) = text(&output);
