@@ -49,7 +49,7 @@ struct PromptArgs {
 /// Requests the explanation of a placement from the frontend, and returns it as JSON or as a table.
 ///
 /// # Errors
-/// Fails if the file cannot be read, if the frontend does not answer, or if the frontend refuses the request.
+/// Fails if the file cannot be read, if the frontend does not answer or refuses the request, or if there are no workers.
 pub fn run(args: ExplainArgs) -> Result<String> {
     let prompt: Value = match args.prompt {
         PromptArgs { file: Some(path), .. } => {
@@ -69,7 +69,13 @@ pub fn run(args: ExplainArgs) -> Result<String> {
     }
     let answer = server.post("/v1/completions", ("x-tandem-explain", "true"), &body.to_string());
     let answer = reply(&server, &args.key_env, answer)?;
-    if args.json { Ok(format!("{answer:#}\n")) } else { Ok(table(&answer["prompts"][0])) }
+    if args.json {
+        return Ok(format!("{answer:#}\n"));
+    }
+    let prompt = &answer["prompts"][0];
+    let has_workers = prompt["workers"].as_array().is_some_and(|workers| !workers.is_empty());
+    ensure!(has_workers, "{}", prompt["explanation"].as_str().unwrap_or("no worker has joined"));
+    Ok(table(prompt))
 }
 
 const WANTED: &str = "`tandem route explain` asks a frontend; `tandem up` starts one at 127.0.0.1:8000";
@@ -83,6 +89,11 @@ fn reply(server: &HttpServer, key_env: &str, reply: Result<HttpReply, ureq::Erro
         let other = || anyhow!("{} is not a frontend; {WANTED}", server.address);
         return Err(wrong_kind(&server.address, WANTED).unwrap_or_else(other));
     };
+    if body["error"]["code"] == "unknown_path"
+        && let Some(wrong) = wrong_kind(&server.address, WANTED)
+    {
+        bail!("{wrong}; an admin port needs --model");
+    }
     if let Some(message) = body["error"]["message"].as_str() {
         ensure!(
             reply.status != 401,

@@ -82,6 +82,9 @@ fn commands_accept_each_spelling_of_a_server_and_identify_a_server_of_the_wrong_
     let (code, checked) = audit(&[&api, router.address(), worker.address()]);
     assert!(code == Some(0) && checked.contains("0 answers") && checked.contains("1 workers"), "{checked}");
 
+    let second = plan.frontend(&["--admin-listen", "127.0.0.1:0"]);
+    let admin = second.introduction.lines().find_map(|line| line.trim().strip_prefix("admin")?.trim().strip_prefix("http://"));
+    let admin = admin.expect("the admin port is printed");
     const GRPC: &str = " is the gRPC port of a router or a worker; ";
     let key = plan.file("key");
     let top = ["top", "--cluster-key-file", key.to_str().expect("the path is UTF-8")];
@@ -93,6 +96,11 @@ fn commands_accept_each_spelling_of_a_server_and_identify_a_server_of_the_wrong_
         (&top, &prefill, " is the gRPC port of a worker; this command reads a router"),
         (&["ready"], grpc, GRPC),
         (&["route", "explain", "--prompt", "x"], grpc, GRPC),
+        (
+            &["route", "explain", "--prompt", "x"],
+            admin,
+            " is the admin port of a frontend; write the port of its --listen; an admin port",
+        ),
         (&["route", "explain", "--prompt", "x"], router.address(), " is the admin port of a router; `tandem route explain`"),
         (&chat, grpc, GRPC),
         (&chat, worker.address(), " is the admin port of a worker; `tandem chat`"),
