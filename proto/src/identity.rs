@@ -15,11 +15,13 @@ pub struct Difference {
 }
 
 const CLUSTER_KEY: &str = "cluster key";
+const BLOCK_SIZE: &str = "block size";
 
 impl Difference {
     fn remedy(&self) -> &'static str {
         match self.field {
             CLUSTER_KEY => "give all processes the same --cluster-key-file",
+            BLOCK_SIZE => "start the process with the cluster's --block-size",
             _ => "start the process with the cluster's value",
         }
     }
@@ -38,7 +40,7 @@ impl Identity {
             ("cluster", &*self.cluster, &*cluster.cluster),
             ("model", &self.model, &cluster.model),
             ("revision", &self.revision, &cluster.revision),
-            ("block size", &found_size, &expected_size),
+            (BLOCK_SIZE, &found_size, &expected_size),
         ] {
             if !found.is_empty() && !expected.is_empty() && found != expected {
                 return Err(Difference { field, found: shown(found), expected: shown(expected) });

@@ -96,7 +96,11 @@ pub fn run(command: KeyCommand) -> Result<String> {
             edit(&file.path, |keys| {
                 let before = keys.keys.len();
                 keys.keys.retain(|key| key.name != name);
-                ensure!(keys.keys.len() < before, "there is no key with the name {name}; `tandem key list` prints the names");
+                let path = file.path.display();
+                ensure!(
+                    keys.keys.len() < before,
+                    "there is no key with the name {name}; `tandem key list --api-keys-file {path}` prints the names"
+                );
                 Ok(())
             })?;
             Ok(format!("{name} is revoked\n"))
@@ -108,8 +112,9 @@ fn add(file: &mut ApiKeyFile, args: AddArgs) -> Result<String> {
     let is_new = file.keys.iter().all(|key| key.name != args.name);
     ensure!(
         is_new,
-        "there is a key with the name {0} already; choose another name, or first run: tandem key revoke {0}",
-        args.name
+        "there is a key with the name {0} already; choose another name, or first run: tandem key revoke {0} --api-keys-file {1}",
+        args.name,
+        args.file.path.display()
     );
     let AddArgs { name, account, requests_per_minute, tokens_per_minute, max_sequences, priority, models, own_cache, file: _ } =
         args;
@@ -228,7 +233,9 @@ mod tests {
             (&["alice", "alice"][..], &["-", "-", "-", "0", "account", "all"][..]),
             "{listed}"
         );
-        assert!(key(&path, &["add", "bob"]).is_err_and(|error| error.to_string().contains("tandem key revoke bob")));
+        assert!(
+            key(&path, &["add", "bob"]).is_err_and(|error| error.to_string().contains("tandem key revoke bob --api-keys-file /"))
+        );
         key(&path, &["revoke", "alice"]).expect("alice is a key");
         assert!(key(&path, &["revoke", "alice"]).is_err_and(|error| error.to_string().contains("no key with the name alice")));
         assert!(!key(&path, &["list"]).expect("the file is valid").contains("alice"));

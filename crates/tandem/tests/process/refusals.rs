@@ -73,7 +73,11 @@ fn incompatible_worker_receives_no_requests() {
     let incompatible = [
         ("c", &["--cluster", "other"][..], "the process's cluster is other, but the cluster's is tandem"),
         ("m", &["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
-        ("b", &["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
+        (
+            "b",
+            &["--block-size", "32"],
+            "block size is 32, but the cluster's is 16; start the process with the cluster's --block-size",
+        ),
         ("d", &[], "has the same id d; give each worker its own --worker-id"),
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
