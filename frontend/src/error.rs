@@ -47,8 +47,8 @@ pub(crate) enum ApiError {
     )]
     PassedThrough { model: String },
     #[error(
-        "The model '{model}' generates text, and has no such path; the operator can add a model for this path with the frontend's \
-         --passthrough MODEL=URL."
+        "The model '{model}' generates text, and this path is for models that do not, such as embedding models; the operator can add one \
+         with the frontend's --passthrough MODEL=URL."
     )]
     NotPassedThrough { model: String },
     #[error("No server of the model '{model}' answers; try again shortly.")]

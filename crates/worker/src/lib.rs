@@ -179,7 +179,7 @@ impl Worker {
     pub async fn serve(self, listener: Listener, routes: Routes) -> Result<(), WorkerError> {
         let info = &self.info;
         tracing::info!(
-            role = info.role().as_str_name(),
+            role = info.role().name(),
             worker = info.worker_id,
             instance = info.instance_id,
             model = info.model,

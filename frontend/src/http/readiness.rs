@@ -20,7 +20,7 @@ pub(super) enum NotReady {
     Router { at: String },
     #[error("this frontend belongs to another cluster than the router: {0}")]
     ClusterMismatch(Difference),
-    #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
+    #[error("the router rejects this frontend's cluster key, or the lack of one; give all processes the same --cluster-key-file")]
     OtherKey,
     /// The router's message about why it cannot place a request.
     #[error("{0}")]

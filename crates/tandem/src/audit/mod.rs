@@ -50,8 +50,8 @@ pub enum Finding {
     )]
     Differs { request: String, what: &'static str, reported: u64, counted: Range, attempts: String },
     #[error(
-        "{count} requests in the ledgers (such as {example}) are in no client file, \
-         but only {explained} clients disconnected before they received their request's id; is a client file missing?"
+        "number of requests in the ledgers (such as {example}) that are in no client file: {count}; \
+         of clients that disconnected before they received their request's id: {explained}; is a client file missing?"
     )]
     WithoutClient { count: usize, example: String, explained: usize },
     #[error("{series} is {found}, but the finished answers in the client files add up to {expected}")]

@@ -142,7 +142,7 @@ fn every_contradiction_is_found() {
             }),
         ),
         (
-            "2 requests in the ledgers (such as x-y) are in no client file, but only 1 clients disconnected",
+            "requests in the ledgers (such as x-y) that are in no client file: 2; of clients that disconnected",
             Box::new(|evidence| {
                 for prompt in ["x-y-0", "z-0"] {
                     evidence.ledger.extend([scheduled(prompt, 1, "p0", 9, 0), ended(prompt, 1, Outcome::Won)]);

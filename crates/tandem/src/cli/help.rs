@@ -38,13 +38,16 @@ const FIRST_FLAGS: [(&str, &str); 20] = [
 ];
 
 /// Commands of other programs, and what to write instead.
-const OTHER_COMMANDS: [(&str, &str); 12] = [
+const OTHER_COMMANDS: [(&str, &str); 15] = [
     ("run", "`tandem up --model MODEL` serves a model, and `tandem chat` talks to it"),
     ("serve", "did you mean `tandem up`?"),
     ("start", "did you mean `tandem up`?"),
     ("stop", "Ctrl-C, or `kill` with the process's id, stops `tandem up` and each role"),
     ("ps", "did you mean `tandem top`?"),
     ("status", "did you mean `tandem top` or `tandem ready`?"),
+    ("explain", "did you mean `tandem route explain`?"),
+    ("dashboard", "a frontend serves it at /dashboard; `tandem up` prints its address"),
+    ("logs", "each process writes its log to stderr; --log sets its level"),
     ("pull", "did you mean `tandem model fetch`?"),
     ("list", "did you mean `tandem model list`?"),
     ("ls", "did you mean `tandem model list`?"),
@@ -54,9 +57,10 @@ const OTHER_COMMANDS: [(&str, &str); 12] = [
 ];
 
 /// Flags of other programs, the flag or the argument of a command for which each is advice, and what to write instead.
-const OTHER_FLAGS: [(&str, &str, &str); 7] = [
+const OTHER_FLAGS: [(&str, &str, &str); 8] = [
     ("--api-key", "api-keys-file", "did you mean `--api-keys-file FILE`? `tandem key add` makes the file"),
     ("--api-key", "key-env", "set TANDEM_API_KEY, or name another variable with --key-env"),
+    ("--gpu", "engine", "did you mean `--engine cuda`?"),
     ("--host", "listen", "did you mean `--listen IP:PORT`?"),
     ("--max-model-len", "kv-capacity-tokens", "the context is the model's, or --kv-capacity-tokens if that is less"),
     ("--port", "listen", "did you mean `--listen PORT`?"),
@@ -234,6 +238,7 @@ mod tests {
             ("up --host=0.0.0.0", "`--listen IP:PORT`?"),
             ("decode-worker --tensor-parallel-size 2", "`--tp N`?"),
             ("up --max-model-len 4096", "--kv-capacity-tokens"),
+            ("up --gpu", "`--engine cuda`?"),
             ("up --api-key x", "`--api-keys-file FILE`?"),
             ("up SmolLM2", "did you mean `--model SmolLM2`?"),
             ("chat --api-key x", "TANDEM_API_KEY"),
@@ -246,9 +251,13 @@ mod tests {
 
     #[test]
     fn commands_of_other_programs_are_answered_with_advice() {
-        for (given, expected) in
-            [("run", "tandem up --model"), ("ps", "`tandem top`"), ("rm", "model rm"), ("version", "--version")]
-        {
+        for (given, expected) in [
+            ("run", "tandem up --model"),
+            ("ps", "`tandem top`"),
+            ("rm", "model rm"),
+            ("explain", "route explain"),
+            ("version", "--version"),
+        ] {
             let error = help(&[given]);
             assert!(error.contains(&format!("there is no command `{given}`")) && error.contains(expected), "{error}");
             assert_eq!(error.lines().count(), 1, "{error}");

@@ -127,7 +127,7 @@ mod tests {
     fn screen_shows_every_worker_and_its_problems() {
         let mut screen = Screen::new(SortOrder::default());
         let lines = drawn(&mut screen, None);
-        assert_eq!(lines[0], "blue serves m: 2 of 3 workers, 6 requests");
+        assert_eq!(lines[0], "blue serves m: 2 of 3 workers, 6 requests running");
         assert!(lines[2].starts_with("worker▲") && lines[2].contains(" hit "), "{lines:#?}");
         let of_heads: Vec<&str> = lines[3].split_whitespace().collect();
         assert_eq!(of_heads[..4], ["requests", "sequences", "requests", "rate"]);
@@ -138,7 +138,7 @@ mod tests {
         assert!(lines[12] == KEYS);
         let lines = drawn(&mut screen, Some("no router answers"));
         assert!(lines.iter().any(|line| line == "no router answers") && lines[6].contains("87.5%"), "{lines:#?}");
-        assert_eq!(lines[0], "not up to date, from 7 s ago: blue serves m: 2 of 3 workers, 6 requests");
+        assert_eq!(lines[0], "not up to date, from 7 s ago: blue serves m: 2 of 3 workers, 6 requests running");
     }
 
     #[test]

@@ -171,7 +171,7 @@ impl TextTable {
         let models = if models.is_empty() { "nothing yet".to_owned() } else { models.join(", ") };
         let mut title = format!("{} serves {models}", identity.cluster);
         let requests = counted(now.bookings, "request");
-        write!(title, ": {} of {} workers, {requests}", now.workers.len(), now.known_workers)
+        write!(title, ": {} of {} workers, {requests} running", now.workers.len(), now.known_workers)
             .expect("writing to a string does not fail");
         if now.peers > 0 {
             write!(title, ", {} by {}", now.peer_bookings, counted(now.peers, "other router"))
@@ -390,7 +390,7 @@ pub(super) mod tests {
     fn plain_table_has_a_row_per_worker_with_rates() {
         let plain = table().plain(140, Column::Worker);
         let lines: Vec<Vec<&str>> = plain.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests"));
+        assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests running"));
         let p0 = ["p0", "prefill", "healthy", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
         let d0 = ["d0", "decode", "circuit_open", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
         assert_eq!(lines[4..6], [p0, d0]);
