@@ -1,7 +1,9 @@
 //! A `Route` stream to one router: while it is open, the router counts the request's load.
 
 use super::{error::DispatchError, placement::Placement};
+use futures::StreamExt;
 use std::{sync::Arc, time::Duration};
+use tandem_process::Woken;
 use tandem_proto::{
     channel::Channel,
     unknown_message,
@@ -30,7 +32,8 @@ pub(super) struct Router {
 pub(super) struct RouterStream {
     pub(super) address: Arc<str>,
     requests: mpsc::Sender<RouteRequest>,
-    replies: Streaming<RouteReply>,
+    /// The replies, which would otherwise be polled at each token of the answer.
+    replies: Woken<Streaming<RouteReply>>,
     /// Whether the router drains. If so, another router has to book the request.
     pub(super) draining: bool,
 }
@@ -49,7 +52,7 @@ impl RouterStream {
             Code::FailedPrecondition | Code::Unauthenticated => DispatchError::ClusterMismatch,
             _ => status.into(),
         })?;
-        Ok(Self { address: router.address.clone(), requests, replies: replies.into_inner(), draining: false })
+        Ok(Self { address: router.address.clone(), requests, replies: Woken::new(replies.into_inner()), draining: false })
     }
 
     /// Returns the router's answer to a prompt or to a failed attempt.
@@ -58,7 +61,7 @@ impl RouterStream {
     /// The router cannot place the request, or the stream has ended.
     pub(super) async fn placement(&mut self) -> Result<Placement, DispatchError> {
         loop {
-            return match self.replies.message().await?.ok_or(DispatchError::RouterClosed)?.message {
+            return match self.replies.next().await.ok_or(DispatchError::RouterClosed)??.message {
                 Some(route_reply::Message::Placement(placement)) => {
                     let incomplete = || Status::internal("the router sent a placement without a decode worker").into();
                     Placement::from_wire(placement).ok_or_else(incomplete)
@@ -90,10 +93,10 @@ impl RouterStream {
     /// Resolves when the router drains or is lost. Cancel-safe.
     pub(super) async fn unusable(&mut self) {
         while !self.draining {
-            match self.replies.message().await {
-                Ok(Some(RouteReply { message: Some(route_reply::Message::Draining(_)) })) => self.draining = true,
-                Ok(Some(_)) => {}
-                Ok(None) | Err(_) => return,
+            match self.replies.next().await {
+                Some(Ok(RouteReply { message: Some(route_reply::Message::Draining(_)) })) => self.draining = true,
+                Some(Ok(_)) => {}
+                None | Some(Err(_)) => return,
             }
         }
     }
@@ -103,6 +106,6 @@ impl RouterStream {
     pub(super) async fn close(self) {
         let Self { requests, mut replies, .. } = self;
         drop(requests);
-        timeout(CLOSE_TIMEOUT, async { while let Ok(Some(_)) = replies.message().await {} }).await.ok();
+        timeout(CLOSE_TIMEOUT, async { while let Some(Ok(_)) = replies.next().await {} }).await.ok();
     }
 }

@@ -13,22 +13,31 @@ use crate::{
     stream::{AnswerEvent, answers},
 };
 use bytes::Bytes;
-use futures::{Stream, StreamExt, stream};
-use std::{pin::Pin, sync::Arc, time::Duration};
+use futures::{
+    FutureExt, StreamExt,
+    future::{BoxFuture, poll_fn},
+    stream::{self, BoxStream},
+};
+use std::{
+    pin::{Pin, pin},
+    sync::Arc,
+    task::Poll,
+    time::Duration,
+};
 use tandem_api::{
     Options,
     answer::{AnswerContext, AnswerFormat, AnswerPart},
 };
-use tandem_process::LogLimit;
+use tandem_process::{LogLimit, Woken};
 use tandem_proto::v1::FailureReason;
 use tandem_text::ServedModel;
 use tokio::{
     sync::watch,
-    time::{Instant, sleep},
+    time::{Instant, Sleep, sleep},
 };
 
 /// The events of all prompts, each with the index of its prompt.
-type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchError>)> + Send>>;
+type Events = BoxStream<'static, (usize, Result<AnswerEvent, DispatchError>)>;
 
 /// A request that is being answered.
 pub(super) struct Run {
@@ -41,8 +50,12 @@ pub(super) struct Run {
     log: FailureLog,
     /// The time without an event after which a stream sends a comment to keep the connection open.
     keep_alive: Duration,
+    /// Measures this time. It is set again only when it has passed, because events are frequent.
+    clock: Pin<Box<Sleep>>,
     /// When the prefills of prompts that wait in workers' queues are estimated to begin.
-    queued: watch::Receiver<Option<Instant>>,
+    queued: Woken<BoxStream<'static, Option<Instant>>>,
+    /// Resolves when the process stops.
+    stopped: Woken<BoxFuture<'static, ()>>,
     /// Whether the answer has the object `tandem`.
     details: bool,
 }
@@ -108,6 +121,13 @@ impl Run {
             let events = answers(dispatcher, model, prompt, stop, options.text, style.logprobs(), pieces.clone());
             streams.push(events.map(move |event| (index, event)).boxed());
         }
+        // `select_all` would wake this task again after each event.
+        let events = match streams.len() {
+            1 => Woken::new(streams.swap_remove(0)).boxed(),
+            _ => stream::select_all(streams).boxed(),
+        };
+        let shutdown = app.admission.shutdown.clone();
+        let stopped = async move { shutdown.stopped().await }.boxed();
         let format = style.format(&context);
         let log = FailureLog {
             request_id: incoming.id.clone(),
@@ -117,12 +137,14 @@ impl Run {
         };
         let run = Self {
             log,
-            events: stream::select_all(streams).boxed(),
+            events,
             progress,
             context,
             prompts: states,
             keep_alive: app.keep_alive,
-            queued: incoming.queued.subscribe(),
+            clock: Box::pin(sleep(app.keep_alive)),
+            queued: Woken::new(changes(incoming.queued.subscribe())),
+            stopped: Woken::new(stopped),
             details: incoming.header_options.details,
             app,
         };
@@ -143,16 +165,18 @@ impl Run {
     /// Returns the next part for a stream. If a comment has to be sent before it, returns the comment as the error; `Err(None)` stands for
     /// the comment that keeps the connection open. Cancel-safe.
     pub(super) async fn next_or_comment(&mut self) -> Result<Option<Result<(usize, AnswerPart), ApiError>>, Option<Bytes>> {
-        let (keep_alive, mut queued) = (self.keep_alive, self.queued.clone());
-        tokio::select! {
-            biased;
-            next = self.next() => return Ok(next),
-            Ok(()) = queued.changed() => {}
-            () = sleep(keep_alive) => return Err(None),
-        }
-        let begins = *queued.borrow_and_update();
-        self.queued = queued;
-        Err(begins.map(|begins| queued_comment(begins.saturating_duration_since(Instant::now()))))
+        let until = Instant::now() + self.keep_alive;
+        poll_fn(|context| {
+            // Both are cancel-safe, so they can be polled in turns.
+            if let Poll::Ready(next) = pin!(self.next()).poll(context) {
+                return Poll::Ready(Ok(next));
+            }
+            if let Poll::Ready(Some(begins)) = self.queued.poll_next_unpin(context) {
+                return Poll::Ready(Err(begins.map(|begins| queued_comment(begins.saturating_duration_since(Instant::now())))));
+            }
+            pin!(reached(&mut self.clock, until)).poll(context).map(|()| Err(None))
+        })
+        .await
     }
 
     /// Records that the answer is complete.
@@ -172,7 +196,7 @@ impl Run {
             let (index, event) = tokio::select! {
                 biased;
                 next = self.events.next() => next?,
-                () = self.app.admission.shutdown.stopped() => return Some(Err(DispatchError::Stopped.into())),
+                () = &mut self.stopped => return Some(Err(DispatchError::Stopped.into())),
             };
             let event = match event {
                 Ok(event) => event,
@@ -241,6 +265,28 @@ fn describe(incoming: &Incoming, AnswerContext { model, id, .. }: &AnswerContext
         span.set("gen_ai.request.max_tokens", max_tokens);
     }
     span.set("tandem.stream", options.stream.is_some());
+}
+
+/// Resolves when this time has come. Cancel-safe.
+async fn reached(clock: &mut Pin<Box<Sleep>>, time: Instant) {
+    loop {
+        clock.as_mut().await;
+        if Instant::now() >= time {
+            return;
+        }
+        clock.as_mut().reset(time);
+    }
+}
+
+/// Returns the next values of a channel. The stream does not end.
+fn changes<T: Clone + Send + Sync + 'static>(values: watch::Receiver<T>) -> BoxStream<'static, T> {
+    stream::unfold(values, async |mut values| {
+        values.changed().await.ok()?;
+        let value = values.borrow_and_update().clone();
+        Some((value, values))
+    })
+    .chain(stream::pending())
+    .boxed()
 }
 
 /// Returns the comment of server-sent events for a stream whose prompts wait in a queue for about this time.

@@ -13,6 +13,9 @@ use futures::{StreamExt, stream};
 use std::convert::Infallible;
 use tandem_api::answer::{AnswerFormat, AnswerPart};
 
+/// More than the usual size of an event with one token.
+const EVENT_BYTES: usize = 512;
+
 /// A streamed answer that has begun.
 pub(super) struct Begun {
     pub(super) run: Run,
@@ -34,7 +37,7 @@ struct EventStream {
 /// Returns the response that streams the answer as events.
 pub(super) fn events(Begun { run, format, first }: Begun, admitted: Admitted) -> Response {
     let (first, comment) = first.map_or_else(|comment| (None, Some(Ok(comment))), |first| (Some(first), None));
-    let events = EventStream { run, format, admitted, first };
+    let events = Box::new(EventStream { run, format, admitted, first });
     let rest = stream::unfold(Some(events), |events| async move {
         let (bytes, rest) = events?.next().await;
         Some((Ok::<_, Infallible>(bytes), rest))
@@ -52,8 +55,8 @@ pub(super) fn events(Begun { run, format, first }: Begun, admitted: Admitted) ->
 impl EventStream {
     /// Returns the bytes of at least one event or comment, and the rest of the stream; `None` in place of the rest if these bytes are the
     /// last ones.
-    async fn next(mut self) -> (Bytes, Option<Self>) {
-        let mut out = Vec::new();
+    async fn next(mut self: Box<Self>) -> (Bytes, Option<Box<Self>>) {
+        let mut out = Vec::with_capacity(EVENT_BYTES);
         loop {
             let next = match self.first.take() {
                 Some(first) => Some(Ok(first)),
