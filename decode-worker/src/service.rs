@@ -40,7 +40,7 @@ impl Decode for DecodeService {
         let entry = worker.common.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
         let serve =
             |replies| async move { worker.serve(request, ClientStream::new(replies, entry, span)).await }.instrument(logged);
-        Ok(Response::new(self.0.common.requests.start(serve)))
+        Ok(Response::new(self.0.common.requests.poll(serve)))
     }
 
     async fn finish(&self, request: tonic::Request<FinishRequest>) -> Result<Response<FinishReply>, Status> {

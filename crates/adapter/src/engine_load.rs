@@ -100,6 +100,9 @@ struct WorkState {
     submitted_after: Option<Duration>,
     pending: u64,
     generated: u64,
+    /// The number of tokens since `last_chunk_at`.
+    unmeasured: u64,
+    /// When the last chunk arrived for which this is known.
     last_chunk_at: Option<Instant>,
 }
 
@@ -151,7 +154,8 @@ impl LoadShare {
         });
     }
 
-    pub fn generated(&self, tokens: usize) {
+    /// Records that the engine has generated tokens. `arrived` is when they arrived; `None`: they were there before they were awaited.
+    pub fn generated(&self, tokens: usize, arrived: Option<Instant>) {
         if tokens == 0 {
             return;
         }
@@ -159,10 +163,14 @@ impl LoadShare {
         let step = {
             let mut state = self.state.lock();
             state.generated += tokens as u64;
-            let before = state.last_chunk_at.replace(now);
+            state.unmeasured += tokens as u64;
             // The chunks of all samples are interleaved, so the time between two tokens of one sample is `samples` times the time since the last
             // chunk.
-            before.map(|before| now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
+            arrived.and_then(|now| {
+                let tokens = std::mem::take(&mut state.unmeasured);
+                let before = state.last_chunk_at.replace(now)?;
+                Some(now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
+            })
         };
         self.engine_load.update(|state| {
             state.tokens += tokens as u64;
@@ -209,11 +217,14 @@ mod tests {
         work.submitted();
         assert_eq!((counts(), work.queued()), ((0, 2, 600, 1000), Duration::from_secs(1)));
         work.begun(600, Duration::from_secs(2));
-        work.generated(1);
+        work.generated(1, Some(Instant::now()));
         assert_eq!(counts(), (0, 2, 0, 1001));
         assert_eq!(engine_load.load().0.prefill_tokens_per_second, 300.0);
-        tokio::time::advance(Duration::from_millis(5)).await;
-        work.generated(1);
+        tokio::time::advance(Duration::from_millis(20)).await;
+        // These tokens have waited for a slow client, so only the next arrival says how long all four took.
+        work.generated(3, None);
+        assert_eq!(engine_load.load().0.decode_step_ms, 0.0);
+        work.generated(1, Some(Instant::now()));
         assert_eq!(engine_load.load().0.decode_step_ms, 10.0);
         drop(work);
         assert_eq!(counts(), (0, 0, 0, 0));

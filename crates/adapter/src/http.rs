@@ -1,7 +1,7 @@
 //! The HTTP client of an engine's server. It sends the server's key, and reads the key again when the server refuses it.
 
 use bytes::Bytes;
-use futures::{Stream, StreamExt, stream::BoxStream};
+use futures::{Stream, StreamExt, future::poll_fn, stream::BoxStream};
 use hyper::{
     HeaderMap, Method, Response, StatusCode,
     body::Incoming,
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 pub(crate) use tandem_client::{HttpError, whole};
 use tandem_process::Secret;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of an answer that is not streamed, and of one event of a stream, in bytes. The longest answers are the metrics of a server
@@ -148,6 +148,18 @@ impl EngineHttp {
 /// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.
 pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, HttpError>> + Send {
     tandem_client::events(answer, ANSWER_MAX)
+}
+
+/// Returns the next item of a stream and when it arrived; without a time if it was there before it was awaited. Cancel-safe.
+pub(crate) async fn next_arrival<S: Stream + Unpin>(stream: &mut S) -> (Option<S::Item>, Option<Instant>) {
+    let mut is_awaited = false;
+    let next = poll_fn(|context| {
+        let next = stream.poll_next_unpin(context);
+        is_awaited |= next.is_pending();
+        next
+    });
+    let next = next.await;
+    (next, is_awaited.then(Instant::now))
 }
 
 /// Reads the rest of an answer, so that its connection can carry the next request. Closes the connection if the answer does not end in time.

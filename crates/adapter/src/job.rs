@@ -1,4 +1,4 @@
-//! A job on an external engine: its task waits for a slot in the engine, sends the job's requests to the engine and reports their events.
+//! A job on an external engine: while its events are polled, it waits for a slot, sends its requests to the engine and reports their events.
 
 use crate::{
     api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineUsage, Finish, RoomCall},
@@ -7,7 +7,10 @@ use crate::{
     shared::{AdapterState, Tiers},
     slots::{QueuedRequest, Slot},
 };
-use futures::{StreamExt, future::try_join_all};
+use futures::{
+    FutureExt,
+    future::{BoxFuture, try_join_all},
+};
 use std::{
     iter,
     sync::Arc,
@@ -19,18 +22,17 @@ use tandem_engine::{
     TokenLogprobs,
 };
 use tandem_kv::TokenId;
-use tandem_process::retry::error_chain;
+use tandem_process::{Woken, retry::error_chain};
 use tandem_worker::Job;
 use tokio::{
     sync::{mpsc, oneshot},
-    task::JoinSet,
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
 /// The time after which a request that has not ended is aborted again.
 const ABORT_AGAIN: Duration = Duration::from_secs(1);
-/// Maximum number of events that wait for a slow reader. While this many events wait, the engine's answer is not read.
+/// Maximum number of events that are reported at once. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
 /// A job on an external engine. Dropping it ends the job's requests in the engine.
@@ -38,13 +40,20 @@ pub(crate) struct AdapterJob {
     events: mpsc::Receiver<Event>,
     handle: Option<oneshot::Sender<KvHandle>>,
     cancelled: CancellationToken,
-    _task: JoinSet<()>,
+    /// The work; `None` once it has ended.
+    running: Option<Woken<BoxFuture<'static, ()>>>,
 }
 
 #[tonic::async_trait]
 impl Job for AdapterJob {
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
-        self.events.poll_recv(context)
+        // The work reports its events while it is polled, so nothing has to wake this task for them.
+        self.running.take_if(|running| running.poll_unpin(context).is_ready());
+        match self.events.try_recv() {
+            Ok(event) => Poll::Ready(Some(event)),
+            Err(_) if self.running.is_some() => Poll::Pending,
+            Err(_) => Poll::Ready(None),
+        }
     }
 
     async fn pull(&mut self, handle: KvHandle) {
@@ -98,35 +107,26 @@ where
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
     let ((sender, handle), cancelled) = (oneshot::channel(), CancellationToken::new());
     let task = Task { api: Arc::clone(api), shared: Arc::clone(shared), events: events.clone(), cancelled: cancelled.clone() };
-    let (shared, api, mut tasks) = (Arc::clone(shared), Arc::clone(api), JoinSet::new());
-    tasks.spawn(async move {
+    let (shared, api) = (Arc::clone(shared), Arc::clone(api));
+    let running = async move {
         let QueuedWork { mut queued, work } = waiting;
         let slot = tokio::select! {
             biased;
-            () = task.events.closed() => return,
             () = task.cancelled.cancelled() => return,
             slot = queued.slot() => slot,
         };
         let submitted = Instant::now();
         work.submitted();
-        let closed = events.clone();
         let running = SubmittedRequest { _slot: slot, work, handle, submitted };
         if events.send(Event::Submitted).await.is_err() {
             return;
         }
-        tokio::select! {
-            biased;
-            // The worker has dropped the job. Dropping the future of `run` ends the job's requests in the engine.
-            () = closed.closed() => {}
-            ended = run(task, running) => {
-                if let Err(JobEnd::Event(event)) = ended {
-                    shared.server_failed.check_after(&event, &*api).await;
-                    drop(events.send(event).await);
-                }
-            }
+        if let Err(JobEnd::Event(event)) = run(task, running).await {
+            shared.server_failed.check_after(&event, &*api).await;
+            drop(events.send(event).await);
         }
-    });
-    AdapterJob { events: receiver, handle: Some(sender), cancelled, _task: tasks }
+    };
+    AdapterJob { events: receiver, handle: Some(sender), cancelled, running: Some(Woken::new(running.boxed())) }
 }
 
 struct QueuedWork {
@@ -379,9 +379,9 @@ impl SampleRun<'_> {
         let task = self.set.task;
         let mut chunks = task.api.generate(&self.call, sampling, handle).await.map_err(|failure| self.failed(failure))?;
         loop {
-            let chunk = tokio::select! {
+            let (chunk, arrived) = tokio::select! {
                 biased;
-                chunk = chunks.next() => chunk,
+                next = http::next_arrival(&mut chunks) => next,
                 () = task.cancelled.cancelled(), if !self.is_aborted => {
                     self.is_aborted = true;
                     task.api.abort(&self.call.request_id).await;
@@ -391,7 +391,7 @@ impl SampleRun<'_> {
             let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
             let chunk = chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| self.failed(failure))?;
             let is_last = chunk.usage.is_some();
-            let Some(usage) = self.on_chunk(chunk).await? else { continue };
+            let Some(usage) = self.on_chunk(chunk, arrived).await? else { continue };
             is_last.then(|| http::read_end(chunks));
             return self.on_end(usage).await;
         }
@@ -408,7 +408,7 @@ impl SampleRun<'_> {
     }
 
     /// Reports the tokens of a chunk. Returns the engine's report if the chunk is the last one.
-    async fn on_chunk(&mut self, chunk: AnswerChunk) -> Result<Option<EngineUsage>, JobEnd> {
+    async fn on_chunk(&mut self, chunk: AnswerChunk, arrived: Option<Instant>) -> Result<Option<EngineUsage>, JobEnd> {
         let SampleSet { task, work, .. } = self.set;
         let AnswerChunk { mut tokens, mut finish, counted, mut usage } = chunk;
         if tokens.len() > self.left {
@@ -431,7 +431,7 @@ impl SampleRun<'_> {
             self.has_begun = true;
             self.begin().await?;
         }
-        work.generated(tokens.len());
+        work.generated(tokens.len(), arrived);
         for (token, logprobs) in tokens {
             self.last_token = Some(token);
             self.call.tokens.push(token);

@@ -386,7 +386,7 @@ mod tests {
             assert!(!after(60).await, "the engine answers");
             server.0.store(false, Ordering::Relaxed);
             assert!(!after(20).await, "the engine is silent for less than the limit");
-            work.generated(1);
+            work.generated(1, Some(Instant::now()));
             assert!(!after(25).await, "the engine has generated a token within the limit");
             assert!(after(20).await, "the engine is silent and makes no progress");
             server.0.store(true, Ordering::Relaxed);

@@ -1,28 +1,34 @@
-//! The requests that a worker serves. Each is a task that sends a stream of replies to its client.
+//! The requests that a worker serves. Each is a task that sends a stream of replies to its client, or a part of that stream.
 //!
-//! - If the client disconnects, its task ends at the task's next await, and everything that the task owns is dropped.
-//! - Every stream ends with its task's last message or with an error, so a client notices if replies are missing.
+//! - If the client disconnects, its request ends at the next await, and everything that the request owns is dropped.
+//! - Every stream ends with its request's last message or with an error, so a client notices if replies are missing.
 //! - While the process drains, the server accepts connections until the last request has ended, because that request's KV may still have to
 //!   be transferred.
 
 use crate::WorkerMetrics;
-use futures::Stream;
+use futures::{FutureExt, Stream, future::BoxFuture};
+use parking_lot::Mutex;
 use std::{
     future::Future,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
+    time::Duration,
 };
-use tandem_process::Shutdown;
+use tandem_process::{Shutdown, Woken};
 use tandem_proto::channel::{self, Listener};
-use tokio::sync::mpsc;
+use tokio::{sync::mpsc, task::JoinSet, time::sleep};
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
 /// Maximum number of replies that are buffered for a slow client. While the buffer is full, the request's task waits.
 const REPLIES_MAX: usize = 32;
 
+/// The minimum time for which a request rests, although there is something to do, until it gets a task.
+const REST_MAX: Duration = Duration::from_secs(1);
+
 /// Time limit for sending the last replies after the process was stopped.
-const FLUSH: std::time::Duration = std::time::Duration::from_secs(1);
+const FLUSH: Duration = Duration::from_secs(1);
 
 /// All requests of one worker. This value is cheap to clone.
 #[derive(Clone)]
@@ -36,7 +42,7 @@ pub struct Requests {
 #[error("the client has disconnected")]
 pub struct Disconnected;
 
-/// The sending side of a stream of replies, which the request's task owns.
+/// The sending side of a stream of replies, which the request owns.
 #[derive(Debug)]
 pub struct ReplySender<T>(mpsc::Sender<ReplyMessage<T>>);
 
@@ -65,6 +71,8 @@ impl<T> ReplySender<T> {
 #[derive(Debug)]
 pub struct Replies<T> {
     replies: mpsc::Receiver<ReplyMessage<T>>,
+    /// The request, if it began without a task.
+    polled: Option<PolledRequest>,
     ended: bool,
     _running: Option<TaskTrackerToken>,
 }
@@ -85,25 +93,41 @@ impl Requests {
         Replies { _running: Some(self.running.token()), ..self.start_background(task) }
     }
 
+    /// Returns the replies of a request that works while they are polled, which saves a task for each reply. If they are not polled for some
+    /// time, because the client is slow, a task continues. The request is dropped when the client disconnects or the process is stopped.
+    pub fn poll<T: Send + 'static, F>(&self, request: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
+    where
+        F: Future<Output = Result<(), Disconnected>> + Send + 'static,
+    {
+        let (sender, replies) = mpsc::channel(REPLIES_MAX);
+        let request = to_its_end(request(ReplySender(sender.clone())), sender);
+        let shutdown = self.shutdown.clone();
+        let request = async move {
+            tokio::select! {
+                biased;
+                () = request => {}
+                () = shutdown.stopped() => {}
+            }
+        };
+        let polled = Some(PolledRequest::new(request.boxed()));
+        Replies { replies, polled, ended: false, _running: Some(self.running.token()) }
+    }
+
     /// Starts a request's task, as [`Requests::start`] does, but the drain does not wait for its end.
     pub(crate) fn start_background<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
     where
         F: Future<Output = Result<(), Disconnected>> + Send + 'static,
     {
         let (sender, replies) = mpsc::channel(REPLIES_MAX);
-        let task = task(ReplySender(sender.clone()));
+        let task = to_its_end(task(ReplySender(sender.clone())), sender.clone());
         self.shutdown.spawn(async move {
-            let ended = tokio::select! {
+            tokio::select! {
                 biased;
-                () = sender.closed() => Err(Disconnected),
-                result = task => result,
-            };
-            if ended.is_ok() {
-                // Sending fails only if the client has disconnected meanwhile.
-                let _ = sender.send(None).await;
+                () = sender.closed() => {}
+                () = task => {}
             }
         });
-        Replies { replies, ended: false, _running: None }
+        Replies { replies, polled: None, ended: false, _running: None }
     }
 
     /// Resolves when the process drains and the last request has ended.
@@ -128,9 +152,55 @@ impl Requests {
             result = serving => result,
             () = async {
                 self.shutdown.stopped().await;
-                tokio::time::sleep(FLUSH).await;
+                sleep(FLUSH).await;
             } => Ok(()),
         }
+    }
+}
+
+/// A request that works while its replies are polled.
+#[derive(Debug)]
+struct PolledRequest {
+    /// `None` once it has ended or has a task.
+    request: Arc<Mutex<Option<WokenRequest>>>,
+    /// The task that continues if the replies are not polled. It ends with this value.
+    _task: JoinSet<()>,
+}
+
+type WokenRequest = Woken<BoxFuture<'static, ()>>;
+
+impl PolledRequest {
+    fn new(request: BoxFuture<'static, ()>) -> Self {
+        let request = Arc::new(Mutex::new(Some(Woken::new(request))));
+        let (rested, mut task) = (Arc::downgrade(&request), JoinSet::new());
+        task.spawn(async move {
+            loop {
+                sleep(REST_MAX).await;
+                let Some(request) = rested.upgrade() else { return };
+                // If it is locked, it is being polled.
+                let taken = request.try_lock().and_then(|mut request| request.take_if(|request| request.is_woken()));
+                drop(request);
+                if let Some(request) = taken {
+                    return request.await;
+                }
+            }
+        });
+        Self { request, _task: task }
+    }
+
+    /// Polls the request. Ready if it has ended or has a task.
+    fn poll(&self, context: &mut Context<'_>) -> Poll<()> {
+        let mut request = self.request.lock();
+        request.take_if(|request| request.poll_unpin(context).is_ready());
+        if request.is_some() { Poll::Pending } else { Poll::Ready(()) }
+    }
+}
+
+/// Runs a request, and then ends the stream of its replies.
+async fn to_its_end<T>(request: impl Future<Output = Result<(), Disconnected>>, replies: mpsc::Sender<ReplyMessage<T>>) {
+    if request.await.is_ok() {
+        // Sending fails only if the client has disconnected meanwhile.
+        let _ = replies.send(None).await;
     }
 }
 
@@ -141,7 +211,16 @@ impl<T> Stream for Replies<T> {
         if self.ended {
             return Poll::Ready(None);
         }
-        let item = match ready!(self.replies.poll_recv(context)) {
+        let Self { replies, polled, .. } = &mut *self;
+        // A request that is polled here sends its replies while it is polled, so nothing has to wake this task for them.
+        let next = match polled {
+            Some(polled) if polled.poll(context).is_pending() => match replies.try_recv() {
+                Ok(next) => Some(next),
+                Err(_) => return Poll::Pending,
+            },
+            _ => ready!(replies.poll_recv(context)),
+        };
+        let item = match next {
             Some(Some(Ok(reply))) => return Poll::Ready(Some(Ok(reply))),
             Some(last) => last,
             None => Some(Err(Status::unavailable("the worker is stopping; try another worker"))),
@@ -192,6 +271,49 @@ mod tests {
         let all: Vec<usize> = replies.map(|reply| reply.expect("the reply is not an error")).collect().await;
         assert_eq!(all, (0..=REPLIES_MAX).collect::<Vec<_>>());
         is_done.await.expect("the task continued");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_that_nothing_polls_gets_a_task_after_a_second() {
+        let (requests, _shutdown) = requests();
+        let (send, wake) = oneshot::channel::<()>();
+        let (done, mut is_done) = oneshot::channel::<()>();
+        let mut replies = requests.poll(|replies: ReplySender<u32>| async move {
+            replies.send(1).await?;
+            wake.await.expect("the test keeps the sender");
+            replies.send(2).await?;
+            done.send(()).expect("the test keeps the receiver");
+            Ok(())
+        });
+        assert!(matches!(replies.next().await, Some(Ok(1))));
+        assert!(replies.next().now_or_never().is_none());
+        tokio::time::sleep(10 * REST_MAX).await;
+        send.send(()).expect("the request waits");
+        assert_eq!(is_done.try_recv(), Err(oneshot::error::TryRecvError::Empty), "it works only while it is polled");
+        tokio::time::sleep(REST_MAX).await;
+        assert_eq!(is_done.try_recv(), Ok(()));
+        assert!(matches!(replies.next().await, Some(Ok(2))) && replies.next().await.is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_that_rests_ends_with_its_client_or_its_process() {
+        for stops in [false, true] {
+            let (requests, shutdown) = requests();
+            let (held, released) = oneshot::channel::<()>();
+            let mut replies = requests.poll(|_: ReplySender<u32>| async move {
+                let _held = held;
+                std::future::pending().await
+            });
+            assert!(replies.next().now_or_never().is_none());
+            if stops {
+                shutdown.run(Duration::ZERO).await;
+                released.await.expect_err("values that the request owns are dropped");
+                assert!(matches!(replies.next().await, Some(Err(status)) if status.code() == tonic::Code::Unavailable));
+            } else {
+                drop(replies);
+                released.now_or_never().expect("it is dropped at once").expect_err("values that the request owns are dropped");
+            }
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -80,7 +80,11 @@ async fn cancelled_prefill_reports_neither_cached_tokens_nor_a_handle() -> Resul
         first_token: None,
     };
     let mut job = adapter.prefill(prefill).await?;
-    until("the engine runs the request", || fake.running() == 1).await?;
+    until("the engine runs the request", || {
+        poll(&mut *job);
+        fake.running() == 1
+    })
+    .await?;
     job.cancel();
     let report = read(&mut *job).await?;
     assert_eq!(report, Report { cached: Some(None), ..Report::default() });

@@ -100,10 +100,15 @@ async fn cancelled_samples_report_cached_tokens_once() -> Result<()> {
                 begun[sample as usize] = true;
             }
         }
-        until("the engine runs the request", || fake.running() > 0).await?;
+        let mut early = Vec::new();
+        until("the engine runs the request", || {
+            early.extend(poll(&mut *job));
+            fake.running() > 0
+        })
+        .await?;
         job.cancel();
         let report = read(&mut *job).await?;
-        let has_begun = round % 2 == 0 || !report.tokens_of(0).is_empty();
+        let has_begun = round % 2 == 0 || !report.tokens_of(0).is_empty() || early.len() > 1;
         let expected = if has_begun { on_device(0) } else { Some(None) };
         assert_eq!((report.cached, report.finished), (expected, Vec::new()), "round {round}");
         until("the engine is idle", || fake.running() == 0).await?;

@@ -11,6 +11,7 @@ mod rooms;
 mod sglang;
 
 use anyhow::{Context, Result};
+use futures::FutureExt;
 use std::{
     sync::{
         Arc,
@@ -141,6 +142,11 @@ fn continuation(prompt: &[TokenId], tokens: usize, seed: Option<u64>) -> Vec<Tok
         all.push(next_token(&all, seed));
     }
     all.split_off(prompt.len())
+}
+
+/// Lets a job work once, because jobs work while they are polled. Returns its next event, if there is one.
+fn poll(job: &mut dyn Job) -> Option<Event> {
+    job.next().now_or_never().flatten()
 }
 
 async fn until(what: &str, mut holds: impl FnMut() -> bool) -> Result<()> {

@@ -69,11 +69,10 @@ async fn halves_of_a_request_meet_and_only_the_prefill_server_counts_the_prompt(
         (request.sampling.temperature, request.sampling.seed) = (if seed.is_some() { 1.0 } else { 0.0 }, seed.unwrap_or(0));
         request.sampling.logprobs = Some(1);
         let (mut of_prompt, mut of_answer) = submit(&pair, request).await?;
-        let report = read(&mut *of_answer).await?;
+        let (report, counted) = tokio::try_join!(read(&mut *of_answer), read(&mut *of_prompt))?;
         assert_eq!((report.tokens_of(0), report.cached, report.started), (continuation(&prompt, 6, seed), None, 1));
-        let report = read(&mut *of_prompt).await?;
         assert_eq!(
-            report,
+            counted,
             Report {
                 cached: Some(Some(CachedTokens::on_device(cached))),
                 other: vec!["Computed([])".to_owned()],
@@ -102,7 +101,12 @@ async fn abandoned_half_is_aborted_at_once() -> Result<()> {
     let alone = Generate { kv: KvSource::Handle, ..generate(&prompt(2, 100), 3) };
     let mut of_answer = decode.adapter.generate(alone).await?;
     of_answer.pull(KvHandle::of_room(address, new_room(), LIMIT)).await;
-    until("both halves run", || (prefill.fake.running(), decode.fake.running()) == (1, 1)).await?;
+    until("both halves run", || {
+        poll(&mut *of_prompt);
+        poll(&mut *of_answer);
+        (prefill.fake.running(), decode.fake.running()) == (1, 1)
+    })
+    .await?;
     drop((of_prompt, of_answer));
     until("both servers are idle", || prefill.fake.running() + decode.fake.running() == 0).await?;
     for fake in [&prefill.fake, &decode.fake] {
@@ -118,7 +122,11 @@ async fn cancelled_half_is_aborted_until_it_ends() -> Result<()> {
     let mut job = prefill.adapter.prefill(prefill_of(&generate(&prompt(1, 100), 3))).await?;
     assert!(matches!(next(&mut *job).await?, Some(Event::Submitted)));
     job.pull(KvHandle::of_room("127.0.0.1:8998", new_room(), LIMIT)).await;
-    until("the half runs", || prefill.fake.running() == 1).await?;
+    until("the half runs", || {
+        poll(&mut *job);
+        prefill.fake.running() == 1
+    })
+    .await?;
     prefill.fake.ignore_abort();
     prefill.fake.ignore_abort();
     job.cancel();
@@ -301,6 +309,7 @@ async fn lost_decode_server_is_not_blamed_on_the_prefill_server() -> Result<()> 
     assert!(matches!(next(&mut *job).await?, Some(Event::Submitted)));
     job.pull(KvHandle::of_room("127.0.0.1:8998", new_room(), LIMIT)).await;
     until("the half has begun and crashed", || {
+        poll(&mut *job);
         fake.crash();
         !fake.seen().is_empty() && fake.running() == 0
     })

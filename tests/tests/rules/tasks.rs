@@ -26,7 +26,6 @@ use Fate::*;
 /// The files that start tasks or threads, with the number of places in each.
 const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/adapter/src/http.rs", 1, EndsItsRequest),
-    ("crates/adapter/src/job.rs", 1, EndsItsRequest),
     ("crates/adapter/src/kv_events/subscription.rs", 1, EndsItsWorker),
     ("crates/adapter/src/sglang/client.rs", 1, EndsItsRequest),
     ("crates/devices/src/cpu/threads.rs", 1, EndsItsWorker),
@@ -59,7 +58,7 @@ const STARTS: &[(&str, usize, Fate)] = &[
     ("crates/transfer/src/blocking.rs", 2, EndsItsRequest),
     ("crates/transfer/src/nccl/receiver.rs", 3, EndsItsRequest),
     ("crates/transfer/src/nccl/sender.rs", 3, EndsItsRequest),
-    ("crates/worker/src/requests.rs", 1, EndsItsRequest),
+    ("crates/worker/src/requests.rs", 2, EndsItsRequest),
     ("crates/worker/src/scheduled.rs", 1, EndsItsRequest),
 ];
 

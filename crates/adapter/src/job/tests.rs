@@ -6,7 +6,10 @@ use crate::{
     mirror::{Mirror, MirrorSettings},
     slots::{SlotLimits, Slots},
 };
-use futures::stream::{self, BoxStream};
+use futures::{
+    StreamExt,
+    stream::{self, BoxStream},
+};
 use parking_lot::Mutex;
 use tandem_engine::{EngineInfo, TokenLogprob};
 use tandem_kv::{HashKey, Namespace, Priority};
@@ -70,7 +73,7 @@ async fn events(max_tokens: Option<u32>, chunks: Vec<AnswerChunk>) -> Vec<Event>
     let api: Arc<dyn Api> = Arc::new(Fake(Mutex::new(chunks)));
     let mut job = generate(&shared, &api, request).expect("the engine has a place");
     let mut events = Vec::new();
-    while let Some(event) = job.events.recv().await {
+    while let Some(event) = (&mut job as &mut dyn Job).next().await {
         events.push(event);
     }
     events
