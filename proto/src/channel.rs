@@ -2,15 +2,17 @@
 //! The connection to a silent peer is closed within [`PING_INTERVAL`] + [`PING_TIMEOUT`], whether it is busy or idle. A service notices
 //! that a peer has ended when the peer's streams end.
 
+mod direct;
 mod ended;
 mod guard;
 mod network;
 mod peer;
 mod tls;
 
+pub use direct::Transport;
 pub use ended::{has_ended, status_text};
-pub use guard::{Bearer, Channel, OnRefused};
-pub use network::{Arrivals, Dial, Listener, Network};
+pub use guard::{Bearer, OnRefused};
+pub use network::{Arrivals, Channel, Dial, Listener, Network};
 pub use peer::{Peer, PeerRole};
 pub use tls::{ClusterTls, ClusterTlsError, TlsPem, accepted};
 

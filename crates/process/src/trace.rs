@@ -196,11 +196,12 @@ impl Span {
         }
     }
 
-    /// Returns the `tracing` span for the request's log lines. It contains the trace id and the span id if the request is sampled.
+    /// Returns the `tracing` span for the request's log lines. It contains the trace id and the span id if the request is sampled. It is in no
+    /// other span, although a direct call runs in its caller's.
     pub fn logged(&self, request_id: &str, attempt: u32) -> tracing::Span {
         match self.ids() {
-            Some((trace_id, span_id)) => tracing::info_span!("request", request_id, attempt, trace_id, span_id),
-            None => tracing::debug_span!("request", request_id, attempt),
+            Some((trace_id, span_id)) => tracing::info_span!(parent: None, "request", request_id, attempt, trace_id, span_id),
+            None => tracing::debug_span!(parent: None, "request", request_id, attempt),
         }
     }
 }

@@ -29,11 +29,15 @@ use tandem_proto::{
     channel::{Channels, Network},
     v1::{ExplainReply, ExplainRequest, FailureReason, ResumedSample, Scheduled, generate_reply::Message},
 };
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 /// The maximum time for which a complete answer's usage waits for a late report of cached tokens. An engine sends it in the step after the
 /// end of the generation.
 const REPORT_WAIT_MAX: Duration = Duration::from_secs(2);
+
+/// The pause before the third attempt of a request, twice as long before the fourth, and so on. When a server ends, attempts on its other workers
+/// fail faster than the router learns that these workers are gone, too.
+const ATTEMPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Connections to the routers and the decode workers.
 pub(crate) struct Dispatcher {
@@ -188,7 +192,7 @@ impl Dispatcher {
         mut number: u32,
         mut losses: Losses,
     ) -> Result<Generation, DispatchError> {
-        let last = number + self.limits.attempts - 1;
+        let (first, last) = (number, number + self.limits.attempts - 1);
         let mut failed = Vec::new();
         loop {
             let start_timeout = (number < last).then_some(self.limits.attempt_timeout);
@@ -230,6 +234,9 @@ impl Dispatcher {
             }
             if number >= last && reason != FailureReason::Overloaded {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason, worker: worker.to_owned() });
+            }
+            if !matches!(reason, FailureReason::Overloaded | FailureReason::AtCapacity) {
+                sleep(ATTEMPT_PAUSE * (number - first)).await;
             }
             number += 1;
             placement = booking.reroute(work.prompt, work.failed(&error)).await.map_err(|none| match none {

@@ -11,15 +11,11 @@ use std::{
 use tonic::{
     Request, Status,
     codegen::{BoxFuture, Service, http},
-    service::{Interceptor, interceptor::InterceptedService},
-    transport,
+    service::Interceptor,
 };
 use tower_layer::Layer;
 
 const AUTHORIZATION: &str = "authorization";
-
-/// A connection whose calls carry the cluster's bearer token, if the cluster has a key. It is cheap to clone.
-pub type Channel = InterceptedService<transport::Channel, Bearer>;
 
 /// Adds the bearer token to calls.
 #[derive(Clone, Debug)]

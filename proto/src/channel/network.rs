@@ -3,7 +3,8 @@
 //! [`Listener`].
 
 use super::{
-    guard::{Bearer, Channel, Guard, OnRefused},
+    direct::{DirectCalls, DirectListener, Transport},
+    guard::{Bearer, Guard, OnRefused},
     peer::PeerRole,
     tls::{ClusterTls, Dialer, accepted},
 };
@@ -13,9 +14,10 @@ use tokio::{io::DuplexStream, net::TcpListener, sync::mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
     codegen::{BoxFuture, Service},
-    service::Routes,
+    service::{Routes, interceptor::InterceptedService},
     transport::{self, Endpoint, Error, Server, Uri},
 };
+use tower_layer::Layer;
 
 /// The transport over which a process connects to others, and the cluster key of its calls. It is cheap to clone.
 #[derive(Clone, Default)]
@@ -26,7 +28,12 @@ pub struct Network {
     tls: Option<ClusterTls>,
     /// The roles of the processes to which this process connects.
     expected: &'static [PeerRole],
+    /// The services of this process, if its parts call each other directly.
+    pub(super) direct: Option<DirectCalls>,
 }
+
+/// A way to call the process at an address, with the cluster's bearer token if the cluster has a key. It is cheap to clone.
+pub type Channel = InterceptedService<Transport, Bearer>;
 
 /// A function that connects to `host:port`. Its future returns the connection, or fails like the operating system's `connect`.
 pub type Dial = dyn Fn(&str) -> BoxFuture<DuplexStream, io::Error> + Send + Sync;
@@ -63,6 +70,17 @@ impl Network {
         Self { expected, ..self.clone() }
     }
 
+    /// Returns whether calls of the processes that listen on this network need the cluster's key or a certificate.
+    pub fn checks_callers(&self) -> bool {
+        self.key.is_set() || self.tls.is_some()
+    }
+
+    /// Lets the parts of this process that listen on this network, or on clones of it, call each other without connections.
+    #[must_use]
+    pub fn with_direct_calls(self) -> Self {
+        Self { direct: Some(DirectCalls::default()), ..self }
+    }
+
     /// Creates a network in memory, for processes with this key.
     pub fn memory(dial: Arc<Dial>, key: ClusterKey) -> Self {
         Self { dial: Some(dial), key, ..Self::default() }
@@ -75,32 +93,37 @@ impl Network {
 
     /// Returns a channel that connects at its first call. If the connection breaks, the channel connects again at the next call.
     pub fn connect_lazy(&self, endpoint: &Endpoint) -> Channel {
-        self.guarded(match (&self.dial, self.dialer()) {
+        let connection = match (&self.dial, self.dialer()) {
             (Some(dial), _) => endpoint.connect_with_connector_lazy(Connector(dial.clone())),
             (None, Some(dialer)) => endpoint.connect_with_connector_lazy(dialer),
             (None, None) => endpoint.connect_lazy(),
-        })
+        };
+        self.guarded(connection, endpoint)
     }
 
-    /// Connects immediately.
+    /// Connects immediately, unless this process serves at the address.
     ///
     /// # Errors
     /// Fails if the connection cannot be established.
     pub async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, Error> {
-        let channel = match (&self.dial, self.dialer()) {
+        if self.direct.as_ref().is_some_and(|direct| direct.serves(address(endpoint))) {
+            return Ok(self.connect_lazy(endpoint));
+        }
+        let connection = match (&self.dial, self.dialer()) {
             (Some(dial), _) => endpoint.connect_with_connector(Connector(dial.clone())).await?,
             (None, Some(dialer)) => endpoint.connect_with_connector(dialer).await?,
             (None, None) => endpoint.connect().await?,
         };
-        Ok(self.guarded(channel))
+        Ok(self.guarded(connection, endpoint))
     }
 
     fn dialer(&self) -> Option<Dialer> {
         Some(Dialer { tls: self.tls.clone()?, expected: self.expected })
     }
 
-    fn guarded(&self, channel: transport::Channel) -> Channel {
-        Channel::new(channel, Bearer(self.key.clone()))
+    fn guarded(&self, connection: transport::Channel, endpoint: &Endpoint) -> Channel {
+        let direct = self.direct.clone().map(|direct| (direct, address(endpoint).into()));
+        Channel::new(Transport::new(connection, direct), Bearer(self.key.clone()))
     }
 }
 
@@ -148,7 +171,8 @@ impl Listener {
         }
     }
 
-    /// Accepts connections until `ended` resolves, then serves the open connections to their end. A call without the cluster's bearer token is
+    /// Accepts connections and direct calls until `ended` resolves, then serves the open ones to their end. Dropping the future breaks
+    /// direct calls. A call without the cluster's bearer token is
     /// refused with UNAUTHENTICATED, one that the caller's certificate does not allow with PERMISSION_DENIED, and a connection without a
     /// certificate of the cluster is closed. `on_refused` is called for each.
     ///
@@ -161,22 +185,40 @@ impl Listener {
         on_refused: OnRefused,
         ended: impl Future<Output = ()>,
     ) -> Result<(), Error> {
-        let Network { key, tls, .. } = self.network;
+        let address = self.local_addr();
+        let Network { key, tls, direct, .. } = self.network;
         let guard = Guard { key, has_roles: tls.is_some(), on_refused: on_refused.clone() };
+        // A process may call itself, whatever its role.
+        let unrestricted = Guard { has_roles: false, ..guard.clone() };
+        let direct = direct.zip(address.ok());
+        let direct = direct.map(|(direct, address)| direct.serve(address.to_string(), unrestricted.layer(routes.clone())));
+        let ended = async {
+            ended.await;
+            direct.iter().for_each(DirectListener::close);
+        };
         let router = server.layer(guard).add_routes(routes);
         match (self.arrivals, tls) {
-            (Arrivals::Tcp(listener), None) => router.serve_with_incoming_shutdown(super::incoming(listener), ended).await,
+            (Arrivals::Tcp(listener), None) => router.serve_with_incoming_shutdown(super::incoming(listener), ended).await?,
             (Arrivals::Tcp(listener), Some(tls)) => {
                 let handshake = move |stream| tls.clone().admit(stream, on_refused.clone());
                 let incoming = Box::pin(accepted(super::incoming(listener), handshake));
-                router.serve_with_incoming_shutdown(incoming, ended).await
+                router.serve_with_incoming_shutdown(incoming, ended).await?;
             }
             (Arrivals::Memory(arriving), _) => {
                 let incoming = tokio_stream::StreamExt::map(ReceiverStream::new(arriving), io::Result::Ok);
-                router.serve_with_incoming_shutdown(incoming, ended).await
+                router.serve_with_incoming_shutdown(incoming, ended).await?;
             }
         }
+        if let Some(direct) = &direct {
+            direct.ended().await;
+        }
+        Ok(())
     }
+}
+
+/// Returns the endpoint's address, `host:port`.
+fn address(endpoint: &Endpoint) -> &str {
+    endpoint.uri().authority().map_or("", |authority| authority.as_str())
 }
 
 /// Creates a listener for a socket, in a cluster without a key.

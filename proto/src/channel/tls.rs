@@ -336,6 +336,9 @@ impl Service<Uri> for Dialer {
 }
 
 #[cfg(test)]
+pub(super) use tests::Authority;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
@@ -344,10 +347,10 @@ mod tests {
     use tokio::net::TcpListener;
 
     /// An authority that signs certificates.
-    struct Authority(CertifiedIssuer<'static, KeyPair>);
+    pub(in crate::channel) struct Authority(CertifiedIssuer<'static, KeyPair>);
 
     impl Authority {
-        fn new() -> Self {
+        pub(in crate::channel) fn new() -> Self {
             let mut params = CertificateParams::default();
             params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
             let key = KeyPair::generate().expect("keys can be made");
@@ -363,7 +366,7 @@ mod tests {
             [certificate.pem(), key.serialize_pem(), self.0.pem()]
         }
 
-        fn tls(&self, cluster: &str, role: PeerRole) -> ClusterTls {
+        pub(in crate::channel) fn tls(&self, cluster: &str, role: PeerRole) -> ClusterTls {
             let files = self.sign(&Peer { cluster: cluster.to_owned(), role }.uri("d"));
             ClusterTls::new(pem(&files), role, Some(cluster)).expect("the certificate is valid")
         }

@@ -96,7 +96,7 @@ impl ClusterParts {
     ) -> Result<(), StartError> {
         let socket = socket.into_std().map_err(StartError::LocalAddress)?;
         let (id, metrics, stop) = (plan.id(), self.metrics.clone(), shutdown.clone());
-        let worker = ExternalWorker { plan, engine, socket, network: self.network(), registration, announced };
+        let worker = ExternalWorker { plan, engine, socket, network: self.network.clone(), registration, announced };
         self.spawn(&id, shutdown, worker.run(metrics, stop));
         Ok(())
     }

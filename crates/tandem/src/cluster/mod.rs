@@ -1,5 +1,5 @@
-//! Runs a whole cluster in one process: the router, the workers and the frontend, which can also run as separate processes. They are connected by
-//! gRPC on loopback sockets.
+//! Runs a whole cluster in one process: the router, the workers and the frontend, which can also run as separate processes. They listen on loopback
+//! sockets, and call each other directly (docs/adr/058-direct-calls.md).
 
 mod access;
 mod error;
@@ -162,6 +162,7 @@ impl Cluster {
             None => settings.common.key.read_or_make()?,
         };
         let mut parts = ClusterParts::new("tandem", CLUSTER, key, &settings.common)?;
+        parts.network = parts.network.with_direct_calls();
         parts.open_ledger(&settings.worker)?;
         parts.open_access_files(&settings.frontend, settings.picker.map(|picker| picker.args))?;
         let access = ApiAccess::new(local_address(&frontend)?, &settings.frontend);

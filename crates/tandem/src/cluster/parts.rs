@@ -21,7 +21,7 @@ use tandem_process::{
 };
 use tandem_proto::{
     ClusterKey,
-    channel::{self, Arrivals, Channel, ClusterTls, Listener, Network, PeerRole},
+    channel::{self, Arrivals, Channel, Listener, Network, PeerRole},
     v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
 };
 use tandem_router::{RouterError, RouterSettings, ServiceLevels};
@@ -48,8 +48,8 @@ const FLUSH_WAIT: Duration = Duration::from_secs(1);
 pub(super) struct ClusterParts {
     cluster: String,
     pub(super) key: ClusterKey,
-    /// The certificate of this process; `None`: connections to other processes are not encrypted.
-    tls: Option<ClusterTls>,
+    /// The network on which the parts listen and connect.
+    pub(super) network: Network,
     block_size: u32,
     ledger: Ledger,
     /// The opened files of the frontend, until the frontend takes them.
@@ -105,8 +105,8 @@ impl ClusterParts {
         };
         let mut parts = Self {
             cluster: cluster.to_owned(),
+            network: Network::tcp(key.clone()),
             key,
-            tls: None,
             block_size: settings.block_size,
             ledger: Ledger::default(),
             access: AccessFiles::default(),
@@ -133,7 +133,7 @@ impl ClusterParts {
 
     /// Returns whether calls need the cluster's key or a certificate.
     pub(super) fn checks_callers(&self) -> bool {
-        self.key.is_set() || self.tls.is_some()
+        self.network.checks_callers()
     }
 
     /// Opens the certificate of this process, for the parts that are started after this call. It is read again when its files change.
@@ -141,7 +141,7 @@ impl ClusterParts {
         if let Some((tls, files)) = settings.open(role, Some(&self.cluster))? {
             let follow = files.follow(tls.clone(), self.metrics.clone());
             self.keep("watch of the cluster certificate", async move { match follow.await {} });
-            self.tls = Some(tls);
+            self.network = self.network.clone().with_tls(Some(tls));
         }
         Ok(())
     }
@@ -203,15 +203,11 @@ impl ClusterParts {
 
     /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a tokio runtime.
     pub(super) fn channel(&self, listens: SocketAddr) -> Channel {
-        channel_to(listens, &self.network())
-    }
-
-    pub(super) fn network(&self) -> Network {
-        Network::tcp(self.key.clone()).with_tls(self.tls.clone())
+        channel_to(listens, &self.network)
     }
 
     fn listener(&self, socket: TcpListener) -> Listener {
-        Listener::new(Arrivals::Tcp(socket), self.network())
+        Listener::new(Arrivals::Tcp(socket), self.network.clone())
     }
 
     pub(super) fn worker(&self, plan: WorkerPlan, listener: TcpListener, engine: EngineHandle, shutdown: &Shutdown) {
