@@ -11,13 +11,16 @@ use parking_lot::Mutex;
 use std::{
     future::Future,
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, Weak},
     task::{Context, Poll, ready},
     time::Duration,
 };
 use tandem_process::{Shutdown, Woken};
 use tandem_proto::channel::{self, Listener};
-use tokio::{sync::mpsc, task::JoinSet, time::sleep};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::sleep,
+};
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
@@ -109,7 +112,7 @@ impl Requests {
                 () = shutdown.stopped() => {}
             }
         };
-        let polled = Some(PolledRequest::new(request.boxed()));
+        let polled = Some(PolledRequest::new(request.boxed(), &self.shutdown));
         Replies { replies, polled, ended: false, _running: Some(self.running.token()) }
     }
 
@@ -163,36 +166,47 @@ impl Requests {
 struct PolledRequest {
     /// `None` once it has ended or has a task.
     request: Arc<Mutex<Option<WokenRequest>>>,
-    /// The task that continues if the replies are not polled. It ends with this value.
-    _task: JoinSet<()>,
+    /// Dropped when the request has ended. Until then, the process has a task for the request, for which its shutdown waits.
+    running: Option<oneshot::Sender<()>>,
 }
 
 type WokenRequest = Woken<BoxFuture<'static, ()>>;
 
 impl PolledRequest {
-    fn new(request: BoxFuture<'static, ()>) -> Self {
+    fn new(request: BoxFuture<'static, ()>, shutdown: &Shutdown) -> Self {
         let request = Arc::new(Mutex::new(Some(Woken::new(request))));
-        let (rested, mut task) = (Arc::downgrade(&request), JoinSet::new());
-        task.spawn(async move {
-            loop {
-                sleep(REST_MAX).await;
-                let Some(request) = rested.upgrade() else { return };
-                // If it is locked, it is being polled.
-                let taken = request.try_lock().and_then(|mut request| request.take_if(|request| request.is_woken()));
-                drop(request);
-                if let Some(request) = taken {
-                    return request.await;
-                }
+        let (rested, (running, ended)) = (Arc::downgrade(&request), oneshot::channel());
+        shutdown.spawn(async move {
+            tokio::select! {
+                biased;
+                _ = ended => {}
+                () = take_over(rested) => {}
             }
         });
-        Self { request, _task: task }
+        Self { request, running: Some(running) }
     }
 
     /// Polls the request. Ready if it has ended or has a task.
-    fn poll(&self, context: &mut Context<'_>) -> Poll<()> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
         let mut request = self.request.lock();
-        request.take_if(|request| request.poll_unpin(context).is_ready());
+        if request.take_if(|request| request.poll_unpin(context).is_ready()).is_some() {
+            self.running = None;
+        }
         if request.is_some() { Poll::Pending } else { Poll::Ready(()) }
+    }
+}
+
+/// Waits until a request has rested for too long, and runs it then.
+async fn take_over(rested: Weak<Mutex<Option<WokenRequest>>>) {
+    loop {
+        sleep(REST_MAX).await;
+        let Some(request) = rested.upgrade() else { return };
+        // If it is locked, it is being polled.
+        let taken = request.try_lock().and_then(|mut request| request.take_if(|request| request.is_woken()));
+        drop(request);
+        if let Some(request) = taken {
+            return request.await;
+        }
     }
 }
 
@@ -213,12 +227,11 @@ impl<T> Stream for Replies<T> {
         }
         let Self { replies, polled, .. } = &mut *self;
         // A request that is polled here sends its replies while it is polled, so nothing has to wake this task for them.
-        let next = match polled {
-            Some(polled) if polled.poll(context).is_pending() => match replies.try_recv() {
-                Ok(next) => Some(next),
-                Err(_) => return Poll::Pending,
-            },
-            _ => ready!(replies.poll_recv(context)),
+        let next = if polled.as_mut().is_some_and(|polled| polled.poll(context).is_pending()) {
+            let Ok(next) = replies.try_recv() else { return Poll::Pending };
+            Some(next)
+        } else {
+            ready!(replies.poll_recv(context))
         };
         let item = match next {
             Some(Some(Ok(reply))) => return Poll::Ready(Some(Ok(reply))),
@@ -235,7 +248,6 @@ mod tests {
     use super::*;
     use futures::{FutureExt, StreamExt};
     use std::time::Duration;
-    use tokio::sync::oneshot;
 
     fn requests() -> (Requests, Shutdown) {
         let shutdown = Shutdown::default();
@@ -306,9 +318,11 @@ mod tests {
             });
             assert!(replies.next().now_or_never().is_none());
             if stops {
-                shutdown.run(Duration::ZERO).await;
-                released.await.expect_err("values that the request owns are dropped");
+                let before = tokio::time::Instant::now();
+                shutdown.run(10 * REST_MAX).await;
+                assert_eq!(before.elapsed(), 10 * REST_MAX, "the process waits for the request");
                 assert!(matches!(replies.next().await, Some(Err(status)) if status.code() == tonic::Code::Unavailable));
+                released.await.expect_err("values that the request owns are dropped");
             } else {
                 drop(replies);
                 released.now_or_never().expect("it is dropped at once").expect_err("values that the request owns are dropped");

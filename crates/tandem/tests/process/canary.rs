@@ -50,7 +50,7 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
     up.signal("-INT");
     assert!(up.wait().0.success());
     let log = std::fs::read_to_string(log).expect("the log is text");
-    assert!(log.contains("TRACE") && log.contains("DEBUG") && log.lines().count() > 1_000, "the log has all levels");
+    assert!(log.contains("TRACE") && log.contains("DEBUG") && log.lines().count() > 100, "the log has all levels");
     let ids = |separator: &str| IDS.map(|id| id.to_string()).join(separator);
     let bytes = CANARY.bytes().map(|byte| byte.to_string()).collect::<Vec<_>>().join(", ");
     let mut forbidden = vec![CANARY.to_owned(), ids(", "), ids(","), bytes];
