@@ -63,14 +63,15 @@ limit() {
     [ "$bytes" -le $(($2 * 1000000)) ] || fail "${1##*/} has $bytes bytes, more than $2 MB"
 }
 
-# Writes completions and man pages to $work/share, and the licences of all that is in the program to $work/licences.
+# Writes completions, man pages and the documentation to $work/share, and the licences of all that is in the program to $work/licences.
 documents() {
     local about="$tools/about/bin/cargo-about" share="$work/share"
-    mkdir -p "$work/licences" "$share/bash-completion/completions" "$share/zsh/site-functions" "$share/fish/vendor_completions.d"
+    mkdir -p "$work/licences" "$share/doc/tandem" "$share/bash-completion/completions" "$share/zsh/site-functions" "$share/fish/vendor_completions.d"
     "$tandem" completions bash >"$share/bash-completion/completions/tandem"
     "$tandem" completions zsh >"$share/zsh/site-functions/_tandem"
     "$tandem" completions fish >"$share/fish/vendor_completions.d/tandem.fish"
     "$tandem" man "$share/man/man1"
+    cp -r README.md ARCHITECTURE.md CHANGELOG.md docs "$share/doc/tandem"
     "$about" --version >/dev/null 2>&1 || cargo install cargo-about@0.9.3 --locked --features cli --root "$tools/about"
     "$about" about generate --locked --fail -m crates/tandem/Cargo.toml -c ci/package/about.toml -o "$work/licences/LIBRARIES" ci/package/licences.hbs
     cp LICENSE-APACHE LICENSE-MIT "$work/licences"
@@ -97,8 +98,7 @@ build_tarball() {
     install -D -m 755 -t "$folder/bin" "$tandem"
     install -D -m 644 -t "$folder/lib/systemd/system" deploy/systemd/*.service
     cp -r "$work/share" "$folder/share"
-    mkdir "$folder/share/doc"
-    cp -r "$work/licences" "$folder/share/doc/tandem"
+    cp -r "$work/licences/." "$folder/share/doc/tandem"
     tar -C "$work" --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$SOURCE_DATE_EPOCH" -c "$name" | gzip -9n >"$out/$name.tar.gz"
 }
 
@@ -179,7 +179,9 @@ prove() {
     "$python" -m venv "$work/venv"
     (offline "$work/venv/bin/pip" install -q --no-index "$wheel")
     serves "wheel, on this machine" "$work/venv/bin/tandem"
-    [ -s "$work/venv/share/man/man1/tandem-up.1" ] || fail "the wheel has no man pages"
+    for file in man/man1/tandem-up.1 doc/tandem/docs/engines.md; do
+        [ -s "$work/venv/share/$file" ] || fail "the wheel has no share/$file"
+    done
 
     [ -e "$old/installed" ] || {
         rm -rf "$old"

@@ -26,8 +26,6 @@ pub struct DrainArgs {
     router: RouterAddress,
 }
 
-const NO_LEVELS: &str = "this router has no service levels, or has just started: start `tandem router` or `tandem up` with --slo-ttft MS or --slo-itl MS, or try again in 15 seconds";
-
 /// Returns the numbers of workers that a running cluster's load needs, as a table with the reasons.
 ///
 /// # Errors
@@ -53,7 +51,13 @@ fn planned(reply: &WorkersReply) -> Result<String> {
 }
 
 fn why_nothing_is_planned(reply: &WorkersReply) -> &'static str {
-    if reply.workers.is_empty() { "no worker has joined this router yet" } else { NO_LEVELS }
+    if !reply.has_service_levels {
+        "this router has no service levels: start `tandem router` or `tandem up` with --slo-ttft MS or --slo-itl MS"
+    } else if reply.workers.is_empty() {
+        "no worker has joined this router yet"
+    } else {
+        "this router has not planned yet, because it has just started: try again in 15 seconds"
+    }
 }
 
 /// Makes a worker drain and end, and returns what happens next.
@@ -129,10 +133,15 @@ mod tests {
     fn plan_names_the_numbers_and_the_reasons() {
         let plan = planned(&reply(&[(3, 2)])).expect("the router has a plan");
         assert!(plan.contains("wanted") && plan.contains("m, decode: 3.00 prompts/s"), "{plan}");
-        assert!(planned(&reply(&[])).expect_err("there are no levels").to_string().contains("--slo-ttft"));
-        assert!(
-            planned(&WorkersReply::default()).expect_err("there are no workers").to_string().contains("no worker has joined")
-        );
+    }
+
+    #[test]
+    fn missing_plan_names_its_cause() {
+        let cause = |reply| planned(&reply).expect_err("there is no plan").to_string();
+        assert!(cause(WorkersReply::default()).contains("--slo-ttft"));
+        assert!(cause(reply(&[])).contains("--slo-ttft"));
+        assert!(cause(WorkersReply { has_service_levels: true, ..Default::default() }).contains("no worker has joined"));
+        assert!(cause(WorkersReply { has_service_levels: true, ..reply(&[]) }).contains("has not planned yet"));
     }
 
     #[test]

@@ -100,6 +100,7 @@ impl ClusterState {
             known_workers: known as u32,
             models: self.models(),
             wanted: self.wanted.iter().map(wanted).collect(),
+            has_service_levels: self.settings.levels.is_set(),
         }
     }
 }

@@ -84,6 +84,7 @@ pub(super) fn command_for(args: &[OsString]) -> clap::Command {
     let command = command.help_template(format!("{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{groups}{{after-help}}"));
     let command = command.after_help(
         "`tandem COMMAND -h` shows a command's most important flags, `--help` all of them. `tandem --version` prints the version.\n\
+         Documentation: README.md and docs in the source, and in share/doc/tandem of the wheel and the tarball\n\
          Start with: tandem up",
     );
     let is_short = args.iter().any(|arg| arg == "-h");

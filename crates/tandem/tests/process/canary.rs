@@ -1,23 +1,23 @@
 //! Tests that no log line at any level, of any component or library, contains text of prompts or answers.
 
-use crate::up::Up;
-use std::{fs::File, path::Path};
+use crate::{
+    cluster::{Plan, address, ready},
+    up::Up,
+};
+use std::fs::File;
 
 /// A word that occurs in no log line by chance.
 const CANARY: &str = "Xylquophant";
 /// The token ids that a request sends as its prompt.
 const IDS: [u32; 6] = [201, 202, 203, 251, 252, 253];
 
-fn start_with_trace_log(args: &[&str], log: &Path) -> Up {
-    Up::start(&[&["--log", "trace"], args].concat(), File::create(log).expect("the folder is writable"))
-}
-
 fn texts(answer: &str) -> Vec<String> {
     let parts = ["\"content\":\"", "\"text\":\""].map(|key| answer.split(key).skip(1).collect::<Vec<_>>()).concat();
     parts.into_iter().filter_map(|part| part.split('"').next()).map(str::to_owned).collect()
 }
 
-fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
+/// Sends requests, answered and refused ones. Returns the texts that may not be logged.
+fn send_requests(up: &Up, model: &str) -> Vec<String> {
     let long = format!("{CANARY} ").repeat(60);
     let requests = [
         (
@@ -47,10 +47,6 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
     for answer in &answers[4..] {
         assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
     }
-    up.signal("-INT");
-    assert!(up.wait().0.success());
-    let log = std::fs::read_to_string(log).expect("the log is text");
-    assert!(log.contains("TRACE") && log.contains("DEBUG") && log.lines().count() > 100, "the log has all levels");
     let ids = |separator: &str| IDS.map(|id| id.to_string()).join(separator);
     let bytes = CANARY.bytes().map(|byte| byte.to_string()).collect::<Vec<_>>().join(", ");
     let mut forbidden = vec![CANARY.to_owned(), ids(", "), ids(","), bytes];
@@ -61,18 +57,46 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
         letters.windows(16).map(|sequence| sequence.iter().collect::<String>()).filter(|sequence| !sequence.contains('\\')),
     );
     assert!(forbidden.len() > 40, "the answers have text: {answered}");
+    forbidden
+}
+
+fn check_log(log: &str, forbidden: &[String]) {
+    assert!(log.contains("TRACE") && log.contains("DEBUG"), "the log has all levels, in {} lines", log.lines().count());
     for word in forbidden {
-        let found = log.lines().find(|line| line.contains(&word));
+        let found = log.lines().find(|line| line.contains(word));
         assert!(found.is_none(), "{word:?} is logged in: {}", found.unwrap_or_default());
     }
 }
 
-#[test]
-fn logs_contain_no_prompt_or_answer_text_on_the_simulator() {
+/// Checks the log of `tandem up`, whose parts call each other directly.
+fn check_log_of_up(args: &[&str], model: &str) {
     let dir = tempfile::tempdir().expect("the system can create a temporary folder");
     let log = dir.path().join("log");
+    let up = Up::start(&[&["--log", "trace"], args].concat(), File::create(&log).expect("the folder is writable"));
+    let forbidden = send_requests(&up, model);
+    up.signal("-INT");
+    assert!(up.wait().0.success());
+    check_log(&std::fs::read_to_string(log).expect("the log is text"), &forbidden);
+}
+
+#[test]
+fn logs_contain_no_prompt_or_answer_text_on_the_simulator() {
     for prefill in ["remote", "local"] {
-        check_that_log_has_no_text(start_with_trace_log(&["--engine", "sim", "--prefill", prefill], &log), "sim", &log);
+        check_log_of_up(&["--engine", "sim", "--prefill", prefill], "sim");
+    }
+}
+
+#[test]
+fn logs_of_separate_processes_contain_no_prompt_or_answer_text() {
+    let (plan, workers, args) = (Plan::new(), [address(), address()], ["--log", "trace"]);
+    plan.list(&workers);
+    let _others =
+        [plan.router(&args), plan.worker("prefill", "p", workers[0], &args), plan.worker("decode", "d", workers[1], &args)];
+    let frontend = plan.frontend(&args);
+    ready(&frontend);
+    let forbidden = send_requests(&frontend, "sim");
+    for name in ["frontend", "router", "p", "d"] {
+        check_log(&plan.log(name), &forbidden);
     }
 }
 
@@ -85,8 +109,5 @@ fn logs_contain_no_prompt_or_answer_text_on_the_real_model() {
         }
         return;
     };
-    let dir = tempfile::tempdir().expect("the system can create a temporary folder");
-    let log = dir.path().join("log");
-    let up = start_with_trace_log(&["--model", &model, "--served-model-name", "m", "--prefill", "remote"], &log);
-    check_that_log_has_no_text(up, "m", &log);
+    check_log_of_up(&["--model", &model, "--served-model-name", "m", "--prefill", "remote"], "m");
 }

@@ -46,6 +46,7 @@ async fn load_of_two_workers_wants_more_than_two_and_says_why() {
     let mut scenario = with_levels(0, 2);
     let wanted = arrive(&mut scenario, 4, 120).await;
     let [WantedWorkers { role, wanted, present, reason, cheapest_to_lose, .. }] = &wanted[..] else { panic!("{wanted:?}") };
+    assert!(scenario.state.view().has_service_levels);
     assert_eq!((*role, *present), (WorkerRole::Decode, 2));
     // Two workers would be busy all the time.
     assert!((3..=5).contains(wanted), "{wanted}: {reason}");
