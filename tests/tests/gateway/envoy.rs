@@ -4,7 +4,8 @@
 
 use crate::{
     encrypted::self_signed,
-    rig::{Gateway, LIMIT, until},
+    reference,
+    rig::{DESTINATION, Gateway, LIMIT, until},
 };
 use anyhow::{Context, Result, ensure};
 use reqwest::{Client, Response, StatusCode};
@@ -80,35 +81,12 @@ impl Envoy {
         let ticks: u64 = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
         Ok(Duration::from_millis(ticks * 10))
     }
-
-    /// Sends requests one after the other through one of the ports. Returns the times to their first chunks, and adds the processor time of Envoy
-    /// and of this process, which has the picker, the client and the servers.
-    async fn measure(&self, client: &Client, way: &mut Way, count: u32) -> Result<()> {
-        let own = std::process::id();
-        let before = [Self::cpu(self.child.id())?, Self::cpu(own)?];
-        for number in 0..count {
-            let body = json!({ "model": "fake", "prompt": format!("{} {number}", "word ".repeat(400)), "max_tokens": 12, "stream": true });
-            let mut request = client.post(format!("http://127.0.0.1:{}/v1/completions", way.port)).json(&body).timeout(LIMIT);
-            if let Some(endpoint) = &way.endpoint {
-                request = request.header("x-gateway-destination-endpoint", endpoint);
-            }
-            let since = Instant::now();
-            let mut answer = request.send().await?;
-            answer.chunk().await?.context("the answer is empty")?;
-            way.times.push(since.elapsed());
-            while answer.chunk().await?.is_some() {}
-        }
-        let after = [Self::cpu(self.child.id())?, Self::cpu(own)?];
-        for ((total, after), before) in way.cpu.iter_mut().zip(after).zip(before) {
-            *total += after - before;
-        }
-        Ok(())
-    }
 }
 
 /// A way of requests to the servers, and what was measured on it.
-struct Way {
+struct Way<'a> {
     name: &'static str,
+    envoy: &'a Envoy,
     port: u16,
     /// The server of all requests, if no picker chooses it.
     endpoint: Option<String>,
@@ -117,9 +95,34 @@ struct Way {
     cpu: [Duration; 2],
 }
 
-impl Way {
-    fn new(name: &'static str, port: u16, endpoint: Option<String>) -> Self {
-        Self { name, port, endpoint, times: Vec::new(), cpu: [Duration::ZERO; 2] }
+impl<'a> Way<'a> {
+    fn new(name: &'static str, envoy: &'a Envoy, endpoint: Option<String>) -> Self {
+        let port = envoy.ports[usize::from(endpoint.is_some())];
+        Self { name, envoy, port, endpoint, times: Vec::new(), cpu: [Duration::ZERO; 2] }
+    }
+
+    /// Sends requests one after the other. Adds the times to their first chunks, and the processor time of Envoy and of this process, which has
+    /// the picker, the client and the servers.
+    async fn measure(&mut self, client: &Client, count: u32) -> Result<()> {
+        let processes = [self.envoy.child.id(), std::process::id()];
+        let cpu = || Ok::<_, anyhow::Error>([Envoy::cpu(processes[0])?, Envoy::cpu(processes[1])?]);
+        let before = cpu()?;
+        for number in 0..count {
+            let body = json!({ "model": "fake", "prompt": format!("{} {number}", "word ".repeat(400)), "max_tokens": 12, "stream": true });
+            let mut request = client.post(format!("http://127.0.0.1:{}/v1/completions", self.port)).json(&body).timeout(LIMIT);
+            if let Some(endpoint) = &self.endpoint {
+                request = request.header(DESTINATION, endpoint);
+            }
+            let since = Instant::now();
+            let mut answer = request.send().await?;
+            answer.chunk().await?.context("the answer is empty")?;
+            self.times.push(since.elapsed());
+            while answer.chunk().await?.is_some() {}
+        }
+        for ((total, after), before) in self.cpu.iter_mut().zip(cpu()?).zip(before) {
+            *total += after - before;
+        }
+        Ok(())
     }
 
     fn print(&mut self) {
@@ -258,14 +261,16 @@ async fn envoy_sends_each_request_to_the_server_that_the_picker_chooses() -> Res
     let documents = Documents { gateway: &gateway, envoy: &envoy, client: &client };
     documents.question("question after the picker's restart", &places).await?;
 
+    let least = Envoy::start(&program, reference::start(gateway.endpoint(0)).await?, "").await?;
     let mut ways = [
-        Way::new("without the picker", envoy.ports[1], Some(gateway.endpoint(0))),
-        Way::new("with the picker", envoy.ports[0], None),
+        Way::new("without a picker", &envoy, Some(gateway.endpoint(0))),
+        Way::new("with a picker that always names one server", &least, None),
+        Way::new("with Tandem's picker", &envoy, None),
     ];
-    // The two ways take turns, so that other load on the machine meets both.
+    // The ways take turns, so that other load on the machine meets all.
     for round in 0..6 {
         for way in &mut ways {
-            envoy.measure(&client, way, 50).await.with_context(|| format!("round {round}"))?;
+            way.measure(&client, 50).await.with_context(|| format!("round {round}"))?;
         }
     }
     ways.iter_mut().for_each(Way::print);

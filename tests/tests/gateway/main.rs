@@ -4,5 +4,6 @@
 mod encrypted;
 mod envoy;
 mod protocol;
+mod reference;
 mod rig;
 mod routing;
