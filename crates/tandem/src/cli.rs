@@ -42,6 +42,14 @@ pub struct Cli {
     pub command: Command,
 }
 
+impl Command {
+    /// Returns whether the subcommand serves until it is stopped.
+    pub fn serves(&self) -> bool {
+        use Command::{DecodeWorker, Epp, Frontend, PrefillWorker, Router, Up};
+        matches!(self, Up(_) | Router(_) | PrefillWorker(_) | DecodeWorker(_) | Frontend(_) | Epp(_))
+    }
+}
+
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {

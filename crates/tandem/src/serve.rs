@@ -18,6 +18,10 @@ use tandem_process::{
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+/// What is said of environment variables that only look like settings.
+pub const UNKNOWN_VARIABLES: &str =
+    "these environment variables are ignored, because no setting has them; --help names those of all settings";
+
 /// Serves until Ctrl-C, SIGTERM or SIGHUP. Then the process announces its end, drains after `delay`, and gives running requests `grace`. A
 /// second signal ends the process at once. The settings that differ from the defaults (`changed`), and the environment variables that only
 /// look like settings (`unknown`), are logged at the start.
@@ -39,10 +43,7 @@ pub fn run<S: ServedProcess>(
     tracing::info!(version = env!("CARGO_PKG_VERSION"), changed, "starting; --print-config prints all settings");
     if !unknown.is_empty() {
         let variables = unknown.join(", ");
-        tracing::warn!(
-            variables,
-            "these environment variables are ignored, because no setting has them; --help names those of all settings"
-        );
+        tracing::warn!(variables, "{UNKNOWN_VARIABLES}");
     }
     let done = runtime.block_on(serve(delay, grace, start));
     // The process may be downloading or loading a model. Its end must not wait for that, because the model is no longer needed.

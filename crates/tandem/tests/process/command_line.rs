@@ -157,6 +157,10 @@ fn wrong_environment_variables_are_named() {
     up.signal("-TERM");
     let (_, log) = up.wait();
     assert!(log.contains("TANDEM_ENGIN") && !log.contains("TANDEM_API_KEY"), "{log}");
+    for (variable, is_named) in [("TANDEM_CLUSTER_KEYFILE", true), ("TANDEM_CLUSTER_KEY_FILE", false)] {
+        let output = tandem(&["completions", "bash"]).env(variable, "x").output().expect("the binary runs");
+        assert!(output.status.success() && text(&output.stderr).contains(variable) == is_named, "{}", text(&output.stderr));
+    }
 }
 
 #[test]
