@@ -162,7 +162,7 @@ Measured by `bench/front.sh --rounds {arguments.rounds}` (`--write` writes this 
 
 - Tandem: `tandem up --engine vllm`, one process with a frontend, a router and a worker for each server. Its workers follow KV events.
 - `vllm-router` 0.1.17 of PyPI with `--policy cache_aware`, its default: one process, which forwards text.
-- Servers: two for each of them, fake ones ([bench/front](../../bench/front/main.rs)) with vLLM 0.32's formats. An answer's first token is
+- Servers: two for each of them, fake ones (`bench/front`) with vLLM 0.32's formats. An answer's first token is
   sent at once, and one token every {STEP_MS} ms for all answers of a server. Blocks of 16 tokens, {KV_TOKENS:,} tokens of KV; what
   they store and drop is published as vLLM does it.
 - The tokenizer and chat template of {pathlib.Path(arguments.model).name}. Client: `tandem bench replay` with streamed chats.

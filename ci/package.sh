@@ -71,7 +71,8 @@ documents() {
     "$tandem" completions zsh >"$share/zsh/site-functions/_tandem"
     "$tandem" completions fish >"$share/fish/vendor_completions.d/tandem.fish"
     "$tandem" man "$share/man/man1"
-    cp -r README.md ARCHITECTURE.md CHANGELOG.md docs "$share/doc/tandem"
+    # Files to which the documentation links are at the same places as in the source.
+    cp -r ./*.md LICENSE-* docs deploy "$share/doc/tandem"
     "$about" --version >/dev/null 2>&1 || cargo install cargo-about@0.9.3 --locked --features cli --root "$tools/about"
     "$about" about generate --locked --fail -m crates/tandem/Cargo.toml -c ci/package/about.toml -o "$work/licences/LIBRARIES" ci/package/licences.hbs
     cp LICENSE-APACHE LICENSE-MIT "$work/licences"

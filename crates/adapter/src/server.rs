@@ -51,7 +51,9 @@ pub enum ConnectError {
     #[error("{0}")]
     Denied(String),
     /// The server does not report its KV cache.
-    #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
+    #[error(
+        "the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.32 or later without --disable-log-stats, and a rank that it runs"
+    )]
     NoCacheConfig {
         /// The data-parallel rank that the metrics lack.
         rank: u32,

@@ -23,7 +23,7 @@ use crate::{
     why::WhyArgs,
     workers::{DrainArgs, LivePlanArgs},
 };
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use serde::Serialize;
 use std::{
@@ -43,10 +43,16 @@ pub struct Cli {
 }
 
 impl Command {
-    /// Returns whether the subcommand serves until it is stopped.
-    pub fn serves(&self) -> bool {
-        use Command::{DecodeWorker, Epp, Frontend, PrefillWorker, Router, Up};
-        matches!(self, Up(_) | Router(_) | PrefillWorker(_) | DecodeWorker(_) | Frontend(_) | Epp(_))
+    /// Returns whether the subcommand serves, so that it writes a log.
+    pub fn logs(&self) -> bool {
+        match self {
+            Self::Up(role) => !role.print_config,
+            Self::Router(role) => !role.print_config,
+            Self::PrefillWorker(role) | Self::DecodeWorker(role) => !role.print_config,
+            Self::Frontend(role) => !role.print_config,
+            Self::Epp(role) => !role.print_config,
+            _ => false,
+        }
     }
 }
 
@@ -231,6 +237,7 @@ pub enum BenchCommand {
 #[derive(Debug, Subcommand)]
 pub enum AuditCommand {
     /// Compare the usage that clients received, the ledgers of workers (--ledger of `up`) and the metrics; exit with 1 if they differ
+    #[command(group(ArgGroup::new("counters").required(true).multiple(true).args(["servers", "metrics"])))]
     Check {
         /// Processes whose /metrics are read now: frontends, and other processes at their --admin-listen. Each is a port of this machine, host:port, or a URL
         #[arg(value_name = "SERVER")]
@@ -243,7 +250,7 @@ pub enum AuditCommand {
         #[arg(long, value_name = "FILE", required = true)]
         ledger: Vec<PathBuf>,
         /// Files with the last /metrics of each process that is not named as SERVER, one file per process, taken after all requests had ended
-        #[arg(long, value_name = "FILE", required_unless_present = "servers")]
+        #[arg(long, value_name = "FILE")]
         metrics: Vec<PathBuf>,
         /// Id of a worker that was killed: its last counters and the last lines of its ledger are lost
         #[arg(long = "lost-worker", value_name = "ID")]

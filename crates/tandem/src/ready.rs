@@ -33,12 +33,13 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
     loop {
         // Each check looks for the server again, and so finds a cluster that starts meanwhile.
         let server = args.server.open("tandem ready", None)?;
-        // The process may have opened its port since the first request, and so have answered only the question about its kind.
-        let reason = match answer(&server).or_else(|error| answer(&server).map_err(|_| error)) {
-            Ok(HttpReply { status: 200, .. }) => return Ok(()),
-            Ok(reply) => format!("not ready: {}", status(&reply.body)),
+        let reason = match answer(&server) {
             Err(error) if args.wait && kind(&server.address).is_none() => error.to_string(),
-            Err(error) => return Err(error),
+            // A process that answers by now may have opened its port since the first request. If it has not, the error stays.
+            first => match first.or_else(|_| answer(&server))? {
+                HttpReply { status: 200, .. } => return Ok(()),
+                reply => format!("not ready: {}", status(&reply.body)),
+            },
         };
         ensure!(args.wait, "{reason}");
         if printed != reason {
@@ -75,6 +76,7 @@ mod tests {
         net::TcpListener,
         thread::spawn,
     };
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[derive(Parser)]
     struct Ready {
@@ -97,5 +99,36 @@ mod tests {
         });
         let ready = |args: &[&str]| check(&Ready::parse_from([&["ready", &*at], args].concat()).args);
         ready(&["--wait"]).expect("the second request is answered");
+    }
+
+    #[test]
+    fn process_that_opens_its_port_at_any_time_is_waited_for() {
+        const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 15\r\nconnection: close\r\n\r\n{\"status\":\"ok\"}";
+        let runtime = tokio::runtime::Runtime::new().expect("the runtime can be built");
+        let waiting = |number: u64| {
+            // The port is this test's, but closed until the socket listens.
+            let socket = tokio::net::TcpSocket::new_v4().expect("the system has sockets");
+            socket.bind(([127, 0, 0, 1], 0).into()).expect("a port is free");
+            let at = socket.local_addr().expect("the socket is bound").to_string();
+            let handle = runtime.handle().clone();
+            spawn(move || {
+                // The first requests take about this long, so the port is opened before, between or after them.
+                sleep(Duration::from_micros(number * 40));
+                handle.block_on(async {
+                    let listener = socket.listen(16).expect("the socket is bound");
+                    while let Ok((mut stream, _)) = listener.accept().await {
+                        tokio::spawn(async move {
+                            let _ = stream.read(&mut [0; 4096]).await;
+                            let _ = stream.write_all(OK).await;
+                        });
+                    }
+                });
+            });
+            spawn(move || check(&Ready::parse_from(["ready", &at, "--wait"]).args))
+        };
+        let all: Vec<_> = (0..40).map(waiting).collect();
+        for ready in all {
+            ready.join().expect("no thread panics").expect("the process becomes ready");
+        }
     }
 }

@@ -27,7 +27,7 @@ use tandem_process::telemetry::tell;
 /// The subcommand fails; the message says what to do.
 pub fn run(cli: Cli) -> anyhow::Result<()> {
     let unknown = Cli::unknown_variables(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()));
-    if !unknown.is_empty() && !cli.command.serves() {
+    if !unknown.is_empty() && !cli.command.logs() {
         print_error(&format!("{}: {}", unknown.join(", "), serve::UNKNOWN_VARIABLES));
     }
     match cli.command {

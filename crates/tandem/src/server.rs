@@ -153,6 +153,9 @@ impl ServerPlace {
     pub(crate) fn check(&self) -> Result<()> {
         let kind = kind(&self.address);
         ensure!(kind != Some(SILENT), "{} is {SILENT}", self.address);
+        if let Some(wrong) = kind.and_then(|kind| without_tls(&self.address, kind)) {
+            return Err(wrong);
+        }
         ensure!(!self.is_default || kind.is_some(), nothing_runs("server", &self.address));
         ensure!(kind.is_some(), "no server answers at {}; start it, or correct SERVER", self.address);
         Ok(())
@@ -294,6 +297,9 @@ fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>> {
 /// Returns the error for a server of another kind than the command needs; `None` if nothing answers at the address.
 pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error> {
     let kind = kind(address)?;
+    if let Some(wrong) = without_tls(address, kind) {
+        return Some(wrong);
+    }
     let (scheme, rest) = address.base_url.split_once("://").unwrap_or_default();
     Some(match rest.split_once('/') {
         Some((authority, path)) if kind == FRONTEND => {
@@ -304,11 +310,25 @@ pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error>
     })
 }
 
+/// Returns the error for an `https://` URL of a port at which this kind of server answers without TLS; `None` if that is no mistake. Other
+/// programs may answer HTTP at a port with TLS.
+fn without_tls(address: &ServerAddress, kind: &str) -> Option<Error> {
+    let rest = address.base_url.strip_prefix("https://")?;
+    let is_plain = [FRONTEND, FRONTEND_ADMIN, ROUTER_ADMIN, WORKER_ADMIN].contains(&kind);
+    is_plain.then(|| anyhow!("{address} is {kind} without TLS; write http://{rest}"))
+}
+
 /// What answers at the port of a frontend.
 pub(crate) const FRONTEND: &str = "a frontend";
 
 /// What answers at the port of a frontend's `--admin-listen`.
 pub(crate) const FRONTEND_ADMIN: &str = "the admin port of a frontend";
+
+/// What answers at the `--admin-listen` of a router.
+const ROUTER_ADMIN: &str = "the admin port of a router";
+
+/// What answers at the `--admin-listen` of a worker.
+const WORKER_ADMIN: &str = "the admin port of a worker";
 
 /// What answers at the gRPC port of a process.
 pub(crate) const GRPC: &str = "the gRPC port of a router or a worker";
@@ -325,11 +345,7 @@ pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     let Ok(metrics) = http::get(&at, PROBE_TIMEOUT, "/metrics") else { return protocol(&at) };
     let has = |family: &str| metrics.status == 200 && metrics.body.contains(family);
     // `tandem up` has the metrics of all roles, so the frontend's are looked for first.
-    let families = [
-        ("tandem_frontend_", FRONTEND),
-        ("tandem_router_", "the admin port of a router"),
-        ("tandem_worker_", "the admin port of a worker"),
-    ];
+    let families = [("tandem_frontend_", FRONTEND), ("tandem_router_", ROUTER_ADMIN), ("tandem_worker_", WORKER_ADMIN)];
     let by_metrics = families.into_iter().find(|(family, _)| has(family)).map(|(_, kind)| kind);
     if by_metrics == Some(FRONTEND) && http::get(&at, PROBE_TIMEOUT, "/v1/models").is_ok_and(|models| models.status == 404) {
         return Some(FRONTEND_ADMIN);

@@ -54,7 +54,7 @@ fn why_nothing_is_planned(reply: &WorkersReply) -> &'static str {
     if !reply.has_service_levels {
         "this router has no service levels: start `tandem router` or `tandem up` with --slo-ttft MS or --slo-itl MS"
     } else if reply.workers.is_empty() {
-        "no worker has joined this router yet"
+        "no worker is there: none has joined this router, or all have been lost (`tandem top` shows the reasons)"
     } else {
         "this router has not planned yet, because it has just started: try again in 15 seconds"
     }
@@ -140,7 +140,7 @@ mod tests {
         let cause = |reply| planned(&reply).expect_err("there is no plan").to_string();
         assert!(cause(WorkersReply::default()).contains("--slo-ttft"));
         assert!(cause(reply(&[])).contains("--slo-ttft"));
-        assert!(cause(WorkersReply { has_service_levels: true, ..Default::default() }).contains("no worker has joined"));
+        assert!(cause(WorkersReply { has_service_levels: true, ..Default::default() }).contains("no worker is there"));
         assert!(cause(WorkersReply { has_service_levels: true, ..reply(&[]) }).contains("has not planned yet"));
     }
 

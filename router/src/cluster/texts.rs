@@ -15,18 +15,23 @@ pub(super) fn starting(synced: usize, known: usize) -> String {
     format!("the router is starting: its index has {synced} of {known} workers")
 }
 
-/// Adds to the reason why one of the `unavailable` workers has not joined, and how many others have not joined. An incompatible worker is
-/// named first, because it cannot join before it is changed.
+/// Adds to the reason that the router has the address of no worker.
+pub(super) fn no_worker_known(reason: &str) -> String {
+    format!("{reason}; the router's list of workers is empty (--workers, --workers-file or --etcd)")
+}
+
+/// The maximum number of workers of which a text says why they have not joined.
+const NAMED_MAX: usize = 3;
+
+/// Adds to the reason why some of the `unavailable` workers have not joined, and how many others have not joined. Incompatible workers are
+/// named first, because they cannot join before they are changed.
 pub(super) fn not_joined<'a>(reason: &str, unavailable: impl Iterator<Item = &'a UnavailableWorker>) -> String {
     let mut unavailable: Vec<&UnavailableWorker> = unavailable.collect();
     unavailable.sort_by_key(|worker| !worker.incompatible);
-    match &unavailable[..] {
-        [] => reason.to_owned(),
-        [only] => format!("{reason}; {}: {}", only.address, only.reason),
-        [first, others @ ..] => {
-            format!("{reason}; {}: {} ({} more have not joined)", first.address, first.reason, others.len())
-        }
-    }
+    let (named, others) = unavailable.split_at(unavailable.len().min(NAMED_MAX));
+    let named: String = named.iter().map(|worker| format!("; {}: {}", worker.address, worker.reason)).collect();
+    let others = if others.is_empty() { String::new() } else { format!(" ({} more have not joined)", others.len()) };
+    format!("{reason}{named}{others}")
 }
 
 /// Returns the reasons why no request for any of these models can be placed; `None` if requests for at least one of them can be placed.
@@ -95,4 +100,24 @@ pub(super) fn unpaired<'a>(own: Option<&'a str>, decode_families: impl Iterator<
     format!(
         "it has {own}, and the decode workers have {theirs}; KV moves only within one family, so compare the engines' versions and settings (docs/engines.md, \"transfer family\")"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn some_workers_are_named_with_the_reason_why_they_have_not_joined() {
+        let worker = |number: u32| UnavailableWorker {
+            address: format!("w{number}:1"),
+            reason: "it does not answer".to_owned(),
+            incompatible: number == 4,
+            ..UnavailableWorker::default()
+        };
+        let text = |count| not_joined("none", (0..count).map(worker).collect::<Vec<_>>().iter());
+        assert_eq!(text(0), "none");
+        assert_eq!(text(2), "none; w0:1: it does not answer; w1:1: it does not answer");
+        let all = text(5);
+        assert!(all.starts_with("none; w4:1: ") && all.ends_with("; w1:1: it does not answer (2 more have not joined)"), "{all}");
+    }
 }

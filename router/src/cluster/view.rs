@@ -50,6 +50,7 @@ impl ClusterState {
     /// Returns the text of the reason. If a role lacks workers, the text also says why listed workers have not joined.
     fn explained(&self, reason: NoEligibleWorker) -> String {
         match reason {
+            NoEligibleWorker::NoDecodeWorker if self.synced_of_known().1 == 0 => texts::no_worker_known(&reason.to_string()),
             NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker => {
                 texts::not_joined(&reason.to_string(), self.unavailable.values())
             }

@@ -112,7 +112,7 @@ fn invalid_rows_are_refused_with_their_line_number() {
     let good = r#"{"timestamp": 7, "input_length": 513, "output_length": 5, "hash_ids": [0, 7]}"#;
     let chat = r#"{"messages": [{"role": "user", "content": "a"}]}"#;
     for (text, expected) in [
-        (format!("{good}\n{{\"input"), "FILE, line 2: EOF while parsing a string at column 7"),
+        (format!("{good}\n{{\"input"), "FILE, line 2: the row is not JSON: EOF while parsing a string at column 7"),
         (
             format!("{good}\n\n{}", good.replace("[0, 7]", "[0]").replace("513", "1024")),
             "FILE, line 3: 1 `hash_ids` of 512 tokens are not a prompt of 1024 tokens",

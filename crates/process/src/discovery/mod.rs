@@ -57,6 +57,18 @@ impl MemberSource {
         }
     }
 
+    /// Checks that a list or file can be used. etcd may be unreachable at any time, and is not asked.
+    ///
+    /// # Errors
+    /// Fails if the list or file cannot be used.
+    pub fn check(&self) -> Result<(), DiscoveryError> {
+        match self {
+            Self::List(list) => list::checked(list.iter().cloned()).map(drop),
+            Self::File(path) => list::WatchedAddresses::open(path.clone()).map(drop),
+            Self::Etcd(..) => Ok(()),
+        }
+    }
+
     /// Opens the source. A list or file is read now. etcd is watched from now on and may be unreachable.
     ///
     /// # Errors
@@ -65,7 +77,10 @@ impl MemberSource {
         let (now, source) = match self {
             Self::List(list) => (list::checked(list.into_iter())?, AddressSource::List),
             Self::File(path) => {
-                let (now, file) = list::WatchedAddresses::open(path)?;
+                let (now, file) = list::WatchedAddresses::open(path.clone())?;
+                if now.is_empty() {
+                    tracing::warn!(file = %path.display(), "the list of members is empty; write one host:port per line");
+                }
                 (now, AddressSource::File(file))
             }
             Self::Etcd(settings, roles) => {

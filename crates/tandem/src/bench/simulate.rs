@@ -2,12 +2,12 @@
 
 use super::{ReportArgs, SloArgs, faults::FaultArgs, plan::PlanArgs, positive, progress::Bar};
 use crate::{serve, settings::SimArgs, text_table::text_table};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 use clap::Args;
 use std::{path::PathBuf, time::Duration};
 use tandem_load::{
     report::{self, Fact, Report},
-    trace::{Format, Trace, TraceSettings},
+    trace::{Format, Trace, TraceError, TraceSettings},
 };
 use tandem_router::PrefillPlace;
 use tandem_simulator::{Faults, Replay, RoutingRule, SimulatedCluster, SimulatedDevice, Size};
@@ -144,7 +144,12 @@ pub fn run(args: SimulateArgs) -> Result<()> {
     args.report.check()?;
     let settings =
         TraceSettings { format: Some(Format::Mooncake), limit: args.requests.limit, block_tokens: args.requests.block_tokens };
-    let trace = Trace::open(&args.trace, settings)?;
+    let trace = Trace::open(&args.trace, settings).map_err(|error| match error {
+        TraceError::Row { .. } => Error::new(error).context(
+            "the simulator reads Mooncake's format: a JSON object a line, with `input_length`, `output_length` and `hash_ids`",
+        ),
+        error => error.into(),
+    })?;
     let title = format!("simulation of {}", trace.path().file_name().unwrap_or_default().to_string_lossy());
     let replay = Replay { trace: &trace, cluster, speed: args.requests.speed.unwrap_or(1.0), slo };
     if args.plan.is_set() {

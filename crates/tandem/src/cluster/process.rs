@@ -16,7 +16,7 @@ use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
 use tandem_frontend::FrontendSettings;
 use tandem_process::{
     Metrics, Shutdown, admin,
-    discovery::{self, EtcdSettings, MemberRecord, MemberSource},
+    discovery::{self, DiscoveryError, EtcdSettings, MemberRecord, MemberSource},
     new_instance_id,
 };
 use tandem_proto::{
@@ -110,13 +110,17 @@ impl Process {
     /// Fails if a socket cannot be bound, or if a file of the settings cannot be used.
     pub async fn router(settings: RouterProcess) -> Result<Self, StartError> {
         let (common, discovery) = (&settings.common, &settings.process.discovery);
+        let members = (settings.workers(), settings.peers());
+        for source in [&members.0, &members.1] {
+            let unusable = |source: DiscoveryError| StartError::Members { part: "router".to_owned(), source: source.into() };
+            source.check().map_err(unusable)?;
+        }
         let mut process = Self::new("tandem-router", &discovery.cluster, common)?;
         process.parts.open_cluster_tls(&settings.process.cluster_tls, PeerRole::Router)?;
         let (listener, address) = process.open(common.listen, &settings.process, can_place).await?;
         process.name = "router".to_owned();
         let model = common.served_model_name.as_deref();
         process.register_as(discovery::Role::Router, discovery, address, model.unwrap_or_default(), common)?;
-        let members = (settings.workers(), settings.peers());
         let levels = settings.router.levels(settings.itl.slo_itl);
         process.parts.router(listener, members, model, (&settings.router, levels), &process.service);
         Ok(process)
