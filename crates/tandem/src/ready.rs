@@ -117,10 +117,8 @@ mod tests {
                 handle.block_on(async {
                     let listener = socket.listen(16).expect("the socket is bound");
                     while let Ok((mut stream, _)) = listener.accept().await {
-                        tokio::spawn(async move {
-                            let _ = stream.read(&mut [0; 4096]).await;
-                            let _ = stream.write_all(OK).await;
-                        });
+                        let _ = stream.read(&mut [0; 4096]).await;
+                        let _ = stream.write_all(OK).await;
                     }
                 });
             });

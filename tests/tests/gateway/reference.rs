@@ -19,7 +19,8 @@ use tonic::{Request, Response, Status, Streaming, transport::Server};
 /// A picker whose endpoint is always this one.
 struct OneEndpoint(String);
 
-/// Starts the picker and returns its port. It runs as long as the runtime.
+/// Starts the picker and returns its port.
+#[expect(clippy::disallowed_methods, reason = "the task ends with the test's runtime")]
 pub async fn start(endpoint: String) -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let port = listener.local_addr()?.port();
