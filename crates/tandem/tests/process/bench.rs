@@ -78,7 +78,7 @@ fn replay_reports_wrong_rows_and_servers_without_answers() {
     let at = up.address();
     let (_folder, wrong) = trace(&(row(0, "1", 100) + "nonsense"));
     for (args, expected) in [
-        (&[&*wrong, at][..], "trace.jsonl, line 2: expected"),
+        (&[&*wrong, at][..], "trace.jsonl, line 2: the row is not JSON: expected"),
         (&[&*wrong, "--limit", "1", "http://127.0.0.1:9"], "no server answers at 127.0.0.1:9"),
         (&[&*wrong, "--limit", "1", at, "--model", "m", "--prompt", "ids"], "no request was answered"),
         (&[&*wrong, "--limit", "1", at, "--key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
