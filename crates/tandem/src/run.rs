@@ -26,10 +26,7 @@ use tandem_process::telemetry::tell;
 /// # Errors
 /// The subcommand fails; the message says what to do.
 pub fn run(cli: Cli) -> anyhow::Result<()> {
-    let unknown = Cli::unknown_variables(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()));
-    if !unknown.is_empty() && !cli.command.logs() {
-        print_error(&format!("{}: {}", unknown.join(", "), serve::UNKNOWN_VARIABLES));
-    }
+    let unknown = unknown_variables(&cli.command);
     match cli.command {
         Command::Up(up) => {
             let delay = up.role.frontend.drain_delay;
@@ -99,6 +96,15 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Audit { command } => audit(command)?,
     }
     Ok(())
+}
+
+/// Returns the environment variables that only look like settings. If the command writes no log, says that they are ignored.
+fn unknown_variables(command: &Command) -> Vec<String> {
+    let unknown = Cli::unknown_variables(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()));
+    if !unknown.is_empty() && !command.logs() {
+        print_error(&format!("{}: {}", unknown.join(", "), serve::UNKNOWN_VARIABLES));
+    }
+    unknown
 }
 
 fn audit(command: AuditCommand) -> anyhow::Result<()> {

@@ -1,5 +1,5 @@
 //! The least that any endpoint picker does: it names one endpoint for all requests, and gives back every part of a body as it came. What it costs
-//! is what the protocol costs, in the gateway and beside it.
+//! is what the protocol costs, in the gateway and outside it.
 
 use crate::rig::DESTINATION;
 use anyhow::Result;
