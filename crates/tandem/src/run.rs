@@ -26,45 +26,31 @@ use tandem_process::telemetry::tell;
 /// # Errors
 /// The subcommand fails; the message says what to do.
 pub fn run(cli: Cli) -> anyhow::Result<()> {
-    let unknown = unknown_variables(&cli.command);
+    name_unknown_variables(&cli.command);
     match cli.command {
         Command::Up(up) => {
             let delay = up.role.frontend.drain_delay;
             let start = async |role| Cluster::start_found_in(role, &running::folders()).await;
-            return run_or_print("up", *up, |role| &role.common, delay, &unknown, start);
+            return run_or_print("up", *up, |role| &role.common, delay, start);
         }
-        Command::Router(router) => return run_or_print("router", *router, |role| &role.common, 0, &unknown, Process::router),
+        Command::Router(router) => return run_or_print("router", *router, |role| &role.common, 0, Process::router),
         Command::PrefillWorker(worker) => {
-            return run_or_print("prefill-worker", *worker, |role| &role.common, 0, &unknown, Process::prefill_worker);
+            return run_or_print("prefill-worker", *worker, |role| &role.common, 0, Process::prefill_worker);
         }
         Command::DecodeWorker(worker) => {
-            return run_or_print("decode-worker", *worker, |role| &role.common, 0, &unknown, Process::decode_worker);
+            return run_or_print("decode-worker", *worker, |role| &role.common, 0, Process::decode_worker);
         }
         Command::Frontend(frontend) => {
             let delay = frontend.role.frontend.drain_delay;
-            return run_or_print("frontend", *frontend, |role| &role.common, delay, &unknown, Process::frontend);
+            return run_or_print("frontend", *frontend, |role| &role.common, delay, Process::frontend);
         }
         Command::Epp(epp) if epp.role.external.engine_url.is_empty() => {
             let delay = epp.role.frontend.frontend.drain_delay;
-            return run_or_print(
-                "epp",
-                *epp,
-                |role| &role.frontend.common,
-                delay,
-                &unknown,
-                |role| Process::frontend(role.alone()),
-            );
+            return run_or_print("epp", *epp, |role| &role.frontend.common, delay, |role| Process::frontend(role.alone()));
         }
         Command::Epp(epp) => {
             let delay = epp.role.frontend.frontend.drain_delay;
-            return run_or_print(
-                "epp",
-                *epp,
-                |role| &role.frontend.common,
-                delay,
-                &unknown,
-                |role| Cluster::start(role.with_workers()),
-            );
+            return run_or_print("epp", *epp, |role| &role.frontend.common, delay, |role| Cluster::start(role.with_workers()));
         }
         #[cfg(feature = "model")]
         Command::Model { command } => print(&model::run(command)?)?,
@@ -98,13 +84,17 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the environment variables that only look like settings. If the command writes no log, says that they are ignored.
-fn unknown_variables(command: &Command) -> Vec<String> {
-    let unknown = Cli::unknown_variables(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()));
+/// Returns the environment variables that only look like settings.
+fn unknown_variables() -> Vec<String> {
+    Cli::unknown_variables(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()))
+}
+
+/// Says which environment variables are ignored, if the command does not log this.
+fn name_unknown_variables(command: &Command) {
+    let unknown = unknown_variables();
     if !unknown.is_empty() && !command.logs() {
         print_error(&format!("{}: {}", unknown.join(", "), serve::UNKNOWN_VARIABLES));
     }
-    unknown
 }
 
 fn audit(command: AuditCommand) -> anyhow::Result<()> {
@@ -152,7 +142,6 @@ fn run_or_print<R, S, F>(
     command: Serve<R>,
     common: fn(&R) -> &CommonArgs,
     delay_s: u32,
-    unknown: &[String],
     start: impl FnOnce(R) -> F,
 ) -> anyhow::Result<()>
 where
@@ -166,7 +155,7 @@ where
     let changed = command.changed(role);
     let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
     let (delay, grace) = (Duration::from_secs(delay_s.into()), Duration::from_secs(grace_period));
-    serve::run(&telemetry, (delay, grace), &changed, unknown, start(command.role))
+    serve::run(&telemetry, (delay, grace), &changed, &unknown_variables(), start(command.role))
 }
 
 /// Writes one line about a failure or an incomplete result to stderr.
