@@ -140,7 +140,7 @@ fn invalid_rows_are_refused_with_their_line_number() {
         (format!("[{chat},\n {{\"messages\": [{{\"role\": \"system\"}}]}}]"), "line 2: there is no message to answer"),
         (format!("[{chat},\n {{\"messages\": [{{\"content\": \"a\"}}]}}]"), "line 2: a message has no `role`"),
         (format!("[{chat},\n nonsense]"), "line 2: the row is not JSON: expected"),
-        (format!("[{chat}"), "line 1: EOF while parsing a list"),
+        (format!("[{chat}"), "line 1: the row is not JSON: EOF while parsing a list"),
         (r#"[{"conversations": [{"from": "alien", "value": "a"}]}]"#.to_owned(), "line 1: `from` is \"alien\""),
         ("{\"filetype\": \"generate_conversations\"}".to_owned(), "FILE describes conversations that vLLM's benchmark generates"),
         ("{\"prompt\": \"a\"}".to_owned(), "the format of FILE is not recognised"),
