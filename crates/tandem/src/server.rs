@@ -153,8 +153,13 @@ impl ServerPlace {
     pub(crate) fn check(&self) -> Result<()> {
         let kind = kind(&self.address);
         ensure!(kind != Some(SILENT), "{} is {SILENT}", self.address);
-        if let Some(wrong) = kind.and_then(|kind| without_tls(&self.address, kind)) {
-            return Err(wrong);
+        let is_wrong = |kind: &str| match kind {
+            TLS => !self.address.base_url.starts_with("https://"),
+            kind => kind == GRPC || PLAIN_ADMIN.contains(&kind) || without_tls(&self.address, kind).is_some(),
+        };
+        if kind.is_some_and(is_wrong) {
+            const WANTED: &str = "this command needs a frontend, or another server with OpenAI's API";
+            return Err(wrong_kind(&self.address, WANTED).unwrap_or_else(|| anyhow!("{} does not answer", self.address)));
         }
         ensure!(!self.is_default || kind.is_some(), nothing_runs("server", &self.address));
         ensure!(kind.is_some(), "no server answers at {}; start it, or correct SERVER", self.address);
@@ -189,6 +194,14 @@ impl HttpServer {
     /// Creates a server without a key, whose certificate a public authority has signed.
     pub(crate) fn new(address: ServerAddress) -> Self {
         Self { address, key: None, ca: Vec::new(), is_default: false, draining: false }
+    }
+
+    /// Returns a server without a key, whose certificate the public authorities or those in the file may have signed.
+    ///
+    /// # Errors
+    /// The file cannot be read, or has no certificate.
+    pub(crate) fn trusting(address: ServerAddress, ca: Option<&Path>) -> Result<Self> {
+        Ok(Self { ca: ca.map_or_else(|| Ok(Vec::new()), certificates)?, ..Self::new(address) })
     }
 
     /// Returns the server at this place, without a key.
@@ -305,7 +318,7 @@ pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error>
         Some((authority, path)) if kind == FRONTEND => {
             anyhow!("/{path} is no path of the frontend at {authority}; write {scheme}://{authority}")
         }
-        _ if kind == FRONTEND_ADMIN => anyhow!("{address} is {kind}; write the port of its --listen"),
+        _ if kind == FRONTEND_ADMIN => anyhow!("{address} is {kind}; write the port of a frontend's --listen"),
         _ => anyhow!("{address} is {kind}; {wanted}"),
     })
 }
@@ -314,7 +327,7 @@ pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error>
 /// programs may answer HTTP at a port with TLS.
 fn without_tls(address: &ServerAddress, kind: &str) -> Option<Error> {
     let rest = address.base_url.strip_prefix("https://")?;
-    let is_plain = [FRONTEND, FRONTEND_ADMIN, ROUTER_ADMIN, WORKER_ADMIN].contains(&kind);
+    let is_plain = kind == FRONTEND || PLAIN_ADMIN.contains(&kind);
     is_plain.then(|| anyhow!("{address} is {kind} without TLS; write http://{rest}"))
 }
 
@@ -322,7 +335,7 @@ fn without_tls(address: &ServerAddress, kind: &str) -> Option<Error> {
 pub(crate) const FRONTEND: &str = "a frontend";
 
 /// What answers at the port of a frontend's `--admin-listen`.
-pub(crate) const FRONTEND_ADMIN: &str = "the admin port of a frontend";
+pub(crate) const FRONTEND_ADMIN: &str = "the admin port of a frontend or an endpoint picker";
 
 /// What answers at the `--admin-listen` of a router.
 const ROUTER_ADMIN: &str = "the admin port of a router";
@@ -330,8 +343,11 @@ const ROUTER_ADMIN: &str = "the admin port of a router";
 /// What answers at the `--admin-listen` of a worker.
 const WORKER_ADMIN: &str = "the admin port of a worker";
 
+/// The admin ports of all processes, which never have TLS.
+const PLAIN_ADMIN: [&str; 3] = [FRONTEND_ADMIN, ROUTER_ADMIN, WORKER_ADMIN];
+
 /// What answers at the gRPC port of a process.
-pub(crate) const GRPC: &str = "the gRPC port of a router or a worker";
+pub(crate) const GRPC: &str = "the gRPC port of a router, a worker or an endpoint picker";
 
 /// What answers at a port that requires TLS.
 pub(crate) const TLS: &str = "a port with TLS: https:// of a frontend, or the gRPC port of a process with a certificate";
@@ -373,7 +389,7 @@ fn protocol(at: &str) -> Option<&'static str> {
 }
 
 /// What answers at a port whose process does not answer.
-const SILENT: &str = "a port that accepts connections and does not answer: its process hangs or is stopped";
+pub(crate) const SILENT: &str = "a port that accepts connections and does not answer: its process hangs or is stopped";
 
 /// The type of the record with which a server with TLS answers bytes that are not TLS. Some close the connection instead.
 const TLS_ALERT: u8 = 21;

@@ -62,7 +62,10 @@ fn starts_array(file: &mut BufReader<File>) -> std::io::Result<bool> {
 
 /// Returns the error of a row on one line, without the line number in serde's message, which would always be 1.
 fn on_line(error: &serde_json::Error) -> Problem {
-    let text = format!("{}{error}", if error.is_data() { "" } else { "the row is not JSON: " });
+    let text = format!(
+        "{}{error}",
+        if error.is_data() { "" } else { "the row is not JSON (a trace has a JSON object a line, or one array of them): " }
+    );
     let place = format!(" at line {} column {}", error.line(), error.column());
     Problem::Json(match text.strip_suffix(&place) {
         Some(problem) => format!("{problem} at column {}", error.column()),

@@ -112,7 +112,10 @@ fn invalid_rows_are_refused_with_their_line_number() {
     let good = r#"{"timestamp": 7, "input_length": 513, "output_length": 5, "hash_ids": [0, 7]}"#;
     let chat = r#"{"messages": [{"role": "user", "content": "a"}]}"#;
     for (text, expected) in [
-        (format!("{good}\n{{\"input"), "FILE, line 2: the row is not JSON: EOF while parsing a string at column 7"),
+        (
+            format!("{good}\n{{\"input"),
+            "FILE, line 2: the row is not JSON (a trace has a JSON object a line, or one array of them): EOF while parsing a string at column 7",
+        ),
         (
             format!("{good}\n\n{}", good.replace("[0, 7]", "[0]").replace("513", "1024")),
             "FILE, line 3: 1 `hash_ids` of 512 tokens are not a prompt of 1024 tokens",
@@ -139,8 +142,14 @@ fn invalid_rows_are_refused_with_their_line_number() {
         (format!("[{chat},\n\n{{\"messages\": 5}}]"), "line 3: `messages` is not a list"),
         (format!("[{chat},\n {{\"messages\": [{{\"role\": \"system\"}}]}}]"), "line 2: there is no message to answer"),
         (format!("[{chat},\n {{\"messages\": [{{\"content\": \"a\"}}]}}]"), "line 2: a message has no `role`"),
-        (format!("[{chat},\n nonsense]"), "line 2: the row is not JSON: expected"),
-        (format!("[{chat}"), "line 1: the row is not JSON: EOF while parsing a list"),
+        (
+            format!("[{chat},\n nonsense]"),
+            "line 2: the row is not JSON (a trace has a JSON object a line, or one array of them): expected",
+        ),
+        (
+            format!("[{chat}"),
+            "line 1: the row is not JSON (a trace has a JSON object a line, or one array of them): EOF while parsing a list",
+        ),
         (r#"[{"conversations": [{"from": "alien", "value": "a"}]}]"#.to_owned(), "line 1: `from` is \"alien\""),
         ("{\"filetype\": \"generate_conversations\"}".to_owned(), "FILE describes conversations that vLLM's benchmark generates"),
         ("{\"prompt\": \"a\"}".to_owned(), "the format of FILE is not recognised"),

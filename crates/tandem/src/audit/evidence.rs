@@ -100,9 +100,9 @@ pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Resu
 ///
 /// # Errors
 /// No process answers at the address, or it has no metrics.
-pub fn metrics_of(server: ServerAddress) -> anyhow::Result<String> {
+pub fn metrics_of(server: ServerAddress, ca: Option<&Path>) -> anyhow::Result<String> {
     const WANTED: &str = "`tandem audit check` reads /metrics of frontends, and of other processes at their --admin-listen";
-    let server = HttpServer::new(server);
+    let server = HttpServer::trusting(server, ca)?;
     let reply = server.get("/metrics").map_err(|error| server.no_reply(error, WANTED))?;
     ensure!(
         reply.status == 200,

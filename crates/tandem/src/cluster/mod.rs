@@ -175,11 +175,8 @@ impl Cluster {
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
         let file = RunningFile::write(folders, &access.running(router, &key_source));
-        // A gateway speaks gRPC, so it waits until the picker has started.
-        let starting = match picker {
-            None => parts.starting(&frontend, None, &settings.frontend.limits.hosts.hosts(), &front)?,
-            Some(_) => Vec::new(),
-        };
+        let hosts = settings.frontend.limits.hosts.hosts();
+        let starting = parts.starting(picker.is_none().then_some(&frontend), admin.as_ref(), &hosts, &front)?;
         let (workers, mut served, renderers) = start_workers(&parts, &settings, &mut config, &back).await?;
         let extra = served.split_off(1);
         let served = served.pop().expect("a cluster has a model");
@@ -256,12 +253,19 @@ impl ServedProcess for Cluster {
         };
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         let of_workers = self.workers.iter().map(|worker| (&*worker.id, place(worker)));
+        let top = match (&self.file, &self.key) {
+            (Some(_), _) => format!("  tandem top {url}\n"),
+            (None, KeySource::File(file)) => format!("  tandem top {} --cluster-key-file {}\n", self.router, file.display()),
+            (None, KeySource::Secret(_)) => String::new(),
+        };
         if self.picks {
             let mut places = vec![("gateway gRPC", self.frontend.to_string())];
             places.extend(self.admin.map(|admin| ("admin", format!("http://{}", reachable(admin)))));
+            places.push(("router", self.router.to_string()));
             places.extend(of_workers);
             let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
-            return format!("The endpoint picker for {models} is ready:\n\n{lines}");
+            let hint = if top.is_empty() { top } else { format!("\nTry:\n{top}") };
+            return format!("The endpoint picker for {models} is ready:\n\n{lines}{hint}");
         }
         let mut places = vec![("frontend", url.clone())];
         places.extend(self.access.network_url().map(|url| ("from outside", url)));
@@ -274,11 +278,6 @@ impl ServedProcess for Cluster {
         let body = format!(
             r#"'{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, {temperature}"messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}'"#
         );
-        let top = match (&self.file, &self.key) {
-            (Some(_), _) => format!("  tandem top {url}\n"),
-            (None, KeySource::File(file)) => format!("  tandem top {} --cluster-key-file {}\n", self.router, file.display()),
-            (None, KeySource::Secret(_)) => String::new(),
-        };
         let decodes = self.workers.iter().filter(|worker| worker.role == Role::Decode).count();
         let prefilled = match self.prefill {
             _ if self.workers.len() == decodes => None,

@@ -174,16 +174,16 @@ impl ClusterParts {
     }
 
     /// Answers requests on the frontend's sockets while the frontend starts, until the returned values are ended. Must be called after the
-    /// frontend's files are opened.
+    /// frontend's files are opened. `listener` is that of the API; `None` for a picker: gateways speak gRPC, and wait.
     pub(super) fn starting(
         &self,
-        listener: &TcpListener,
+        listener: Option<&TcpListener>,
         admin: Option<&TcpListener>,
         hosts: &Hosts,
         process: &Shutdown,
     ) -> Result<Vec<StartingAnswers>, StartError> {
         let tls = self.access.tls.as_ref().map(ServerCertificate::acceptor);
-        let sockets = std::iter::once((listener, tls)).chain(admin.map(|admin| (admin, None)));
+        let sockets = listener.map(|listener| (listener, tls)).into_iter().chain(admin.map(|admin| (admin, None)));
         let begin = |(socket, tls): (&TcpListener, _)| {
             let copy = socket.as_fd().try_clone_to_owned().and_then(|copy| TcpListener::from_std(copy.into()));
             let copy = copy.map_err(StartError::LocalAddress)?;

@@ -67,10 +67,10 @@ impl Process {
         // as it is bound, so it is bound after the model is loaded.
         let bound = if shared { None } else { Some(bind()?) };
         let hosts = settings.frontend.limits.hosts.hosts();
-        let begin =
-            |(listener, admin): &(_, Option<_>)| process.parts.starting(listener, admin.as_ref(), &hosts, &process.service);
-        // A gateway speaks gRPC, so it waits until the picker has started.
-        let starting = bound.as_ref().filter(|_| !is_picker).map(begin).transpose()?;
+        let begin = |(listener, admin): &(_, Option<_>)| {
+            process.parts.starting((!is_picker).then_some(listener), admin.as_ref(), &hosts, &process.service)
+        };
+        let starting = bound.as_ref().map(begin).transpose()?;
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
         let extra = load_extra(&settings.model, &settings.frontend.extra_models).await?;
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;

@@ -19,7 +19,7 @@ pub struct LimitArgs {
     pub max_sequences_per_account: Option<u32>,
 
     /// Longest wait of a request for its prefill, or for a place and memory on its decode worker, in seconds; `off` or 0 means no limit. If the router
-    /// expects a longer wait, the request is refused at once with 503 and `Retry-After`; if the wait turns out longer, the request is refused a second
+    /// expects a longer wait, the request is refused at once with 503 (by an endpoint picker: 429) and `Retry-After`; if the wait turns out longer, the request is refused a second
     /// after the limit, unless another worker can begin at once. The default is about as long as a reader waits for an answer that has not begun. Clients can set less
     /// with the header `x-max-wait`
     #[arg(long, env = "TANDEM_MAX_WAIT", value_name = "SECONDS", default_value = "10", value_parser = max_wait)]

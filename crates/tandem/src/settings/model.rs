@@ -27,7 +27,7 @@ pub struct ModelArgs {
     pub engine: EngineKind,
 
     /// How many sequences (prompts × n) a frontend serves at once, and how many may be queued at one worker; requests beyond the limit are
-    /// refused with 503, because an unbounded queue only hides the overload
+    /// refused with 503 (by an endpoint picker: 429), because an unbounded queue only hides the overload
     #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Limits")]
     pub max_concurrent_requests: u32,
 }

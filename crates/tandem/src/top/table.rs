@@ -22,7 +22,7 @@ pub(super) enum Column {
     Role,
     /// Whether the router places requests on the worker
     Health,
-    /// Requests that the router has placed on the worker
+    /// Requests that the router has placed on the worker and that have not ended
     Placed,
     /// Running sequences
     Running,

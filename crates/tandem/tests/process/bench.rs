@@ -78,7 +78,10 @@ fn replay_reports_wrong_rows_and_servers_without_answers() {
     let at = up.address();
     let (_folder, wrong) = trace(&(row(0, "1", 100) + "nonsense"));
     for (args, expected) in [
-        (&[&*wrong, at][..], "trace.jsonl, line 2: the row is not JSON: expected"),
+        (
+            &[&*wrong, at][..],
+            "trace.jsonl, line 2: the row is not JSON (a trace has a JSON object a line, or one array of them): expected",
+        ),
         (&[&*wrong, "--limit", "1", "http://127.0.0.1:9"], "no server answers at 127.0.0.1:9"),
         (&[&*wrong, "--limit", "1", at, "--model", "m", "--prompt", "ids"], "no request was answered"),
         (&[&*wrong, "--limit", "1", at, "--key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),

@@ -46,6 +46,18 @@ fn process_that_starts_is_live_and_says_what_it_waits_for() {
     assert_eq!(up.wait().0.code(), Some(0), "the start is given up at once");
 }
 
+#[test]
+fn picker_is_live_at_its_admin_port_and_says_what_it_waits_for() {
+    let (at, folder) = (address(), tempfile::tempdir().expect("the system can create a temporary folder"));
+    let (admin, url) = (at.to_string(), "http://127.0.0.1:1");
+    // The model is only read once the server has answered.
+    let args = ["epp", "--engine-url", url, "--model", "no-model", "--listen", "127.0.0.1:0", "--admin-listen", &admin];
+    let picker = Up::unread(tandem(&args).env("XDG_STATE_HOME", folder.path()), at);
+    until("the port answers", || std::net::TcpStream::connect(at).is_ok(), |answers| *answers);
+    until("the server was tried", || picker.get("/ready"), |reply| reply.contains("waits for the engine at http://127.0.0.1:1"));
+    assert!(picker.get("/live").starts_with("HTTP/1.1 200"));
+}
+
 /// Returns the first line that the command writes to stderr, and ends the command.
 fn first_error(mut command: Child) -> String {
     let mut line = String::new();

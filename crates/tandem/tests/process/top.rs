@@ -85,7 +85,7 @@ fn commands_accept_each_spelling_of_a_server_and_identify_a_server_of_the_wrong_
     let second = plan.frontend(&["--admin-listen", "127.0.0.1:0"]);
     let admin = second.introduction.lines().find_map(|line| line.trim().strip_prefix("admin")?.trim().strip_prefix("http://"));
     let admin = admin.expect("the admin port is printed");
-    const GRPC: &str = " is the gRPC port of a router or a worker; ";
+    const GRPC: &str = " is the gRPC port of a router, a worker or an endpoint picker; ";
     let key = plan.file("key");
     let top = ["top", "--cluster-key-file", key.to_str().expect("the path is UTF-8")];
     let chat = ["chat"];
@@ -93,13 +93,13 @@ fn commands_accept_each_spelling_of_a_server_and_identify_a_server_of_the_wrong_
     for (command, server, kind) in [
         (&top[..], &*api, " is a frontend; this command reads a router"),
         (&top, router.address(), " is the admin port of a router; this command reads a router"),
-        (&top, &prefill, " is the gRPC port of a worker; this command reads a router"),
+        (&top, &prefill, " is the gRPC port of a worker or an endpoint picker; this command reads a router"),
         (&["ready"], grpc, GRPC),
         (&["route", "explain", "--prompt", "x"], grpc, GRPC),
         (
             &["route", "explain", "--prompt", "x"],
             admin,
-            " is the admin port of a frontend; write the port of its --listen; an admin port",
+            " is the admin port of a frontend or an endpoint picker; write the port of a frontend's --listen; an admin port",
         ),
         (&["route", "explain", "--prompt", "x"], router.address(), " is the admin port of a router; `tandem route explain`"),
         (&chat, grpc, GRPC),
