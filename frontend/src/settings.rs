@@ -124,7 +124,8 @@ pub enum CacheIsolation {
 pub enum ExposeDetails {
     /// No client may use them.
     Never,
-    /// Clients at an address in --trusted-proxies may use them; without that list, only programs on this host.
+    /// Clients at an address in --trusted-proxies may use them; without that list, only programs on this host, if --listen is a loopback
+    /// address.
     #[default]
     Trusted,
     /// Every client may use them.

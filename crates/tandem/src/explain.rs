@@ -2,7 +2,7 @@
 
 use crate::{
     http::HttpReply,
-    server::{HttpServer, KEY_VARIABLE, ServerArgs, wrong_kind},
+    server::{HttpServer, KEY_VARIABLE, ServerArgs, TRUST_ADVICE, wrong_kind},
     text_table::text_table,
 };
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -98,6 +98,10 @@ fn reply(server: &HttpServer, key_env: &str, reply: Result<HttpReply, ureq::Erro
         ensure!(
             reply.status != 401,
             "the frontend refuses the API key ({message}); set the environment variable {key_env} to a valid key"
+        );
+        ensure!(
+            body["error"]["code"] != "untrusted_client",
+            "the frontend explains placements to trusted addresses only: {TRUST_ADVICE}"
         );
         bail!("the frontend refused the request: {message}");
     }

@@ -268,6 +268,10 @@ impl HttpServer {
     }
 }
 
+/// What the operator of a frontend does whose details are not shown to the command.
+pub(crate) const TRUST_ADVICE: &str =
+    "start it with --trusted-proxies ADDRESS, the address that you ask it from, or with --expose-details always";
+
 /// Returns the message for a command without a server, if its user runs no cluster and nothing answers at the default address either.
 pub(crate) fn nothing_runs(what: &str, default: &ServerAddress) -> String {
     format!("you run no `tandem up`, and no {what} answers at {default}; start `tandem up`, or name the address of a {what}")

@@ -1,7 +1,7 @@
 //! `tandem why`: says why tokens of a recent prompt were not cached, from the records of the frontend's dashboard.
 
 use crate::{
-    server::{FRONTEND, FRONTEND_ADMIN, HttpServer, KEY_VARIABLE, ServerArgs, kind},
+    server::{FRONTEND, FRONTEND_ADMIN, HttpServer, KEY_VARIABLE, ServerArgs, TRUST_ADVICE, kind},
     text_table::text_table,
 };
 use anyhow::{Context, Result, bail, ensure};
@@ -64,13 +64,9 @@ fn records(server: &HttpServer) -> Result<Vec<Value>> {
 /// Returns why a frontend has answered a request for its records with this HTTP status.
 fn refusal(status: u16) -> String {
     let advice = match status {
-        403 => {
-            "shows its dashboard to trusted addresses only: start it with --trusted-proxies ADDRESS, the address that you ask it from, or with \
-             --expose-details always"
-        }
-        _ => {
-            "has no dashboard here: write the address of its --admin-listen if it has one, or start it with --dashboard-requests above 0"
-        }
+        403 => format!("shows its dashboard to trusted addresses only: {TRUST_ADVICE}"),
+        _ => "has no dashboard here: write the address of its --admin-listen if it has one, or start it with --dashboard-requests above 0"
+            .to_owned(),
     };
     format!("{advice} (HTTP status {status})")
 }
