@@ -187,13 +187,15 @@ impl Probe {
         let mut best: Option<(u64, Duration)> = None;
         for _ in 0..REPEATS {
             let answer = self.ask(tokens, 2).await?;
-            let (Some(prompt), Some(first)) = (answer.prompt_tokens, answer.first_token) else { return Err(RatesError::NoUsage) };
+            let prompt = answer.prompt_tokens.ok_or(RatesError::NoUsage)?;
+            // Some tokens have no text, such as an end that the server ignores. Their arrival cannot be seen.
+            let Some(first) = answer.first_token else { continue };
             let cached = CachedCount::tokens(answer.cached).unwrap_or(0);
             // The last token of the prompt is computed in the first step of the answer.
             let computed = prompt.saturating_sub(cached + 1);
             best = best.filter(|(_, shortest)| *shortest <= first).or(Some((computed, first)));
         }
-        let (computed, shortest) = best.expect("a prompt is measured several times");
+        let (computed, shortest) = best.ok_or(RatesError::NoUsage)?;
         Ok((computed, shortest.as_secs_f64() * 1e3))
     }
 

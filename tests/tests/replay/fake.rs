@@ -25,6 +25,8 @@ use tokio::{
 pub enum Behaviour {
     /// The answer has this many tokens.
     Tokens(u64),
+    /// The answer has this many tokens, and none of them has text.
+    Textless(u64),
     /// The answer has this status and an error.
     Refuse(u16),
     /// A token, then an error event.
@@ -163,14 +165,11 @@ async fn answer(State(server): State<Arc<Server>>, headers: axum::http::HeaderMa
         }
         Behaviour::Whole => return Json(json!({ "choices": [] })).into_response(),
         Behaviour::Tokens(tokens) => {
-            let usage =
-                json!({ "prompt_tokens": prompt_tokens(&body), "completion_tokens": tokens, "prompt_tokens_details": null });
-            let first = token();
             let others =
                 (1..tokens).map(|_| json!({ "choices": [{ "index": 0, "text": "b", "delta": { "content": "!" } }] }).to_string());
-            let last = [json!({ "choices": [], "usage": usage }).to_string(), "[DONE]".to_owned()];
-            [first].into_iter().chain(others).chain(last).collect()
+            [token()].into_iter().chain(others).chain(end_of_answer(&body, tokens)).collect()
         }
+        Behaviour::Textless(tokens) => end_of_answer(&body, tokens).to_vec(),
         Behaviour::ErrorEvent => vec![token(), json!({ "error": { "message": "failed by the test" } }).to_string()],
         Behaviour::Malformed => vec![token(), "nonsense".to_owned()],
         Behaviour::Cut | Behaviour::Lost | Behaviour::Stall => vec![token()],
@@ -194,6 +193,12 @@ async fn answer(State(server): State<Arc<Server>>, headers: axum::http::HeaderMa
     headers.insert(CONTENT_TYPE, "text/event-stream".parse().expect("the value is valid"));
     headers.insert("x-worker", format!("worker-{}", number % 2).parse().expect("the value is valid"));
     response
+}
+
+/// Returns the last two events of an answer of this many tokens.
+fn end_of_answer(body: &Value, tokens: u64) -> [String; 2] {
+    let usage = json!({ "prompt_tokens": prompt_tokens(body), "completion_tokens": tokens, "prompt_tokens_details": null });
+    [json!({ "choices": [], "usage": usage }).to_string(), "[DONE]".to_owned()]
 }
 
 fn prompt_tokens(body: &Value) -> usize {

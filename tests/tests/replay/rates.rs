@@ -1,5 +1,6 @@
 //! Checks that the rates measured on a simulated device equal the device's settings.
 
+use crate::fake::{self, Behaviour, Fake};
 use anyhow::{Context, Result, ensure};
 use std::{
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
@@ -65,5 +66,25 @@ async fn measurement_ends_at_its_time_limit_and_says_what_a_server_refuses() -> 
     let error = rates(&unknown, drop).await.err().context("the model is unknown")?.to_string();
     ensure!(error.contains("no-such-model"), "{error}");
     cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn answers_without_text_are_left_out() -> Result<()> {
+    for every in [2, 1] {
+        let answered = AtomicUsize::new(0);
+        let fake = Fake::start(fake::Settings::default(), move |body| match body["max_tokens"].as_u64() {
+            Some(2) if answered.fetch_add(1, Relaxed) % every == 0 => Behaviour::Textless(2),
+            Some(tokens) => Behaviour::Tokens(tokens),
+            None => Behaviour::Refuse(400),
+        })
+        .await?;
+        // All prompts take the same time, so whether a rate follows depends on chance.
+        let measured = rates(&settings(fake.url.clone()), drop).await;
+        match (every, &measured) {
+            (2, Ok(_) | Err(RatesError::Flat)) | (1, Err(RatesError::NoUsage)) => {}
+            _ => anyhow::bail!("every {every}: {measured:?}"),
+        }
+    }
     Ok(())
 }
