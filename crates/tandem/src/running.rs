@@ -35,6 +35,9 @@ pub(crate) struct RunningCluster {
     pub(crate) process: u32,
     /// The URL of its API.
     pub(crate) frontend: String,
+    /// Whether its API listens on all addresses of this host.
+    #[serde(default)]
+    pub(crate) on_all_addresses: bool,
     /// The file with the certificate of its API; `None`: the API is served without TLS.
     pub(crate) ca: Option<PathBuf>,
     /// The address of its router's gRPC listener.
@@ -208,6 +211,7 @@ mod tests {
         RunningCluster {
             process: 7,
             frontend: format!("http://127.0.0.1:{port}"),
+            on_all_addresses: false,
             ca: None,
             router: ([127, 0, 0, 1], port + 1).into(),
             key: KeySource::random(),

@@ -9,7 +9,7 @@ use anyhow::{Context, Error, Result, anyhow, ensure};
 use std::{
     fmt, fs,
     io::{ErrorKind, Read, Write},
-    net::{TcpStream, ToSocketAddrs},
+    net::{TcpStream, ToSocketAddrs, UdpSocket},
     path::{Path, PathBuf},
     str::FromStr,
     time::Duration,
@@ -172,11 +172,18 @@ pub(crate) fn running_at(folders: &[PathBuf], address: &ServerAddress) -> Option
     // Treats localhost and 127.0.0.1 as equal, because the certificate of a frontend may have only one of these names.
     let place = |address: &ServerAddress| address.host_port().replace("localhost:", "127.0.0.1:");
     let named = place(address);
+    let port = |place: &str| place.rsplit_once(':').map(|(_, port)| port.to_owned());
     let is_named = |cluster: &RunningCluster| {
-        let frontend = ServerPlace::of(cluster).map(|frontend| place(&frontend.address));
-        cluster.router.to_string() == named || frontend.is_ok_and(|frontend| frontend == named)
+        let frontend = ServerPlace::of(cluster).map(|frontend| place(&frontend.address)).unwrap_or_default();
+        let has_port = cluster.on_all_addresses && port(&frontend) == port(&named);
+        cluster.router.to_string() == named || frontend == named || has_port && is_of_this_host(&named)
     };
     RunningCluster::all(folders).ok()?.into_iter().find(is_named)
+}
+
+/// Returns whether `host:port` names an address of this host: only at such an address can a socket listen.
+fn is_of_this_host(host_port: &str) -> bool {
+    host_port.to_socket_addrs().is_ok_and(|mut found| found.any(|at| UdpSocket::bind((at.ip(), 0)).is_ok()))
 }
 
 pub(crate) struct HttpServer {

@@ -57,7 +57,8 @@ impl ApiAccess {
             KeySource::Secret(_) => key.clone(),
         };
         let ca = self.certificate.as_ref().map(absolute);
-        RunningCluster { process: std::process::id(), frontend: self.url(), ca, router, key, draining: false }
+        let (frontend, on_all_addresses) = (self.url(), self.listens.ip().is_unspecified());
+        RunningCluster { process: std::process::id(), frontend, on_all_addresses, ca, router, key, draining: false }
     }
 
     /// Returns the URL at which other machines reach an API that listens on all addresses.

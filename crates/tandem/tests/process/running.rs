@@ -109,6 +109,18 @@ fn commands_without_a_server_find_the_only_cluster_of_their_user() {
 }
 
 #[test]
+fn cluster_on_all_addresses_is_found_by_any_address_of_its_host() {
+    let user = User::new();
+    let up = user.up(&["--listen", "0.0.0.0:0"]);
+    let port = up.address().rsplit_once(':').expect("it has a port").1;
+    // A documentation address (RFC 5737) belongs to no host.
+    for (host, is_own) in [("0.0.0.0", true), ("127.0.0.7", true), ("192.0.2.1", false)] {
+        let (code, table) = user.top(&[&format!("{host}:{port}")]);
+        assert_eq!((code == Some(0) && table.contains("3 of 3 workers"), code == Some(1)), (is_own, !is_own), "{host}: {table}");
+    }
+}
+
+#[test]
 fn file_of_a_killed_cluster_is_removed_and_a_file_that_other_users_may_read_is_refused() {
     let user = User::new();
     let killed = user.up(&[]);
