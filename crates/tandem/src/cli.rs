@@ -99,7 +99,9 @@ pub enum Command {
         mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9300").help(EPP_ADMIN_HELP)),
         mut_arg("engine", |arg| arg.default_value("vllm").hide_possible_values(true).help("The engine of the servers: vllm")),
         mut_arg("model", |arg| arg.hide_default_value(true).help(EPP_MODEL_HELP)),
-        mut_arg("max_body_bytes", |arg| arg.help("Size limit of a request body [default: 10485760]")),
+        mut_arg("max_body_bytes", |arg| {
+            arg.help(format!("Size limit of a request body [default: {}]", EppProcess::BODY_BYTES_MAX))
+        }),
         mut_args(|arg| if OF_FRONTENDS_ONLY.iter().any(|id| arg.get_id() == *id) { arg.hide(true) } else { arg })
     )]
     Epp(Box<Serve<EppProcess>>),

@@ -251,7 +251,7 @@ impl UpSettings {
 
 impl EppProcess {
     /// The default size limit of a body: that of the reference implementation of endpoint pickers.
-    const BODY_BYTES_MAX: usize = 10 << 20;
+    pub(crate) const BODY_BYTES_MAX: usize = 10 << 20;
 
     /// Returns the settings of an endpoint picker whose router and workers are other processes.
     pub fn alone(mut self) -> FrontendProcess {
