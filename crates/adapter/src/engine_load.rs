@@ -15,7 +15,10 @@ const WEIGHT: f64 = 0.1;
 #[derive(Default)]
 pub(crate) struct EngineLoad {
     state: Mutex<LoadTotals>,
+    /// Notified when requests have come, begun or ended, and when the engine has reported its load.
     pub changed: Notify,
+    /// Notified when the engine has generated tokens.
+    pub progressed: Notify,
 }
 
 /// The load that an engine reports, and its rates since the previous report; `None` if nothing was measured since then.
@@ -172,11 +175,13 @@ impl LoadShare {
                 Some(now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
             })
         };
-        self.engine_load.update(|state| {
+        {
+            let mut state = self.engine_load.state.lock();
             state.tokens += tokens as u64;
             state.progress_at = Some(now);
             step.into_iter().for_each(|step| average(&mut state.decode_step_ms, step));
-        });
+        }
+        self.engine_load.progressed.notify_one();
     }
 }
 

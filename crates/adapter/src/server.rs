@@ -11,7 +11,7 @@ use crate::{
     served::Loras,
     shared::AdapterState,
 };
-use futures::future::BoxFuture;
+use futures::{FutureExt, future::BoxFuture};
 use hyper::Method;
 use std::{sync::Arc, time::Duration};
 use tandem_process::{Backoff, retry::error_chain, starting};
@@ -40,6 +40,9 @@ const FAILED_CHECKS_MAX: u32 = 3;
 
 /// The shortest time between two reports of the load.
 const LOAD_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The time after which generated tokens are reported. Workers report a load without events no more often.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The reason why a server cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -242,7 +245,10 @@ async fn follow_loras(server: &impl EngineServer, loras: &Loras) {
 
 async fn publish_load(shared: &AdapterState) {
     loop {
-        shared.engine_load.changed.notified().await;
+        tokio::select! {
+            () = shared.engine_load.changed.notified() => {}
+            () = shared.engine_load.progressed.notified().then(|()| sleep(PROGRESS_INTERVAL)) => {}
+        }
         shared.publish();
         sleep(LOAD_INTERVAL).await;
     }
@@ -307,6 +313,29 @@ mod tests {
         async fn check_health(&self) -> Result<Instance, EngineFailure> {
             if self.0.load(Ordering::Relaxed) { Ok(None) } else { std::future::pending().await }
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn requests_are_reported_at_once_and_generated_tokens_together() {
+        let shared = AdapterState::for_tests();
+        let mut batches = shared.watch().expect("the engine has not ended").batches;
+        let requests = async {
+            let work = LoadShare::new(&shared.engine_load, "a".to_owned(), 1, (1, 1));
+            work.submitted();
+            for _ in 0..100 {
+                sleep(Duration::from_millis(10)).await;
+                work.generated(1, Some(Instant::now()));
+            }
+            drop(work);
+            sleep(LOAD_INTERVAL).await;
+        };
+        tokio::select! {
+            () = publish_load(&shared) => {}
+            () = requests => {}
+        }
+        let loads: Vec<_> = std::iter::from_fn(|| batches.try_recv().ok()).map(|batch| batch.load.in_use_blocks).collect();
+        assert!(loads.starts_with(&[1]) && loads.ends_with(&[0]), "{loads:?}");
+        assert!((10..14).contains(&loads.len()), "{loads:?}");
     }
 
     /// Returns the settings for a server at this URL of each kind.
