@@ -2,10 +2,10 @@
 
 use crate::{
     api::EngineFailure,
-    http::{self, ANSWER_MAX, AnswerBody},
+    http::{self, ANSWER_MAX},
 };
 use bytes::Bytes;
-use hyper::{Response, StatusCode};
+use hyper::{Response, StatusCode, body::Incoming};
 use serde::Deserialize;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -45,7 +45,7 @@ pub(crate) fn check((status, body): (StatusCode, Bytes)) -> Result<Bytes, Engine
 }
 
 /// Reads the body of an answer whose status is an error. If the body does not arrive, the status alone determines the failure.
-pub(crate) async fn read(answer: Response<AnswerBody>) -> EngineFailure {
+pub(crate) async fn read(answer: Response<Incoming>) -> EngineFailure {
     let status = answer.status().as_u16();
     let body = timeout(BODY_TIMEOUT, http::whole(answer, ANSWER_MAX)).await;
     of(status, &body.ok().and_then(Result::ok).unwrap_or_default())

@@ -4,11 +4,12 @@ use bytes::Bytes;
 use futures::{Stream, StreamExt, future::poll_fn, stream::BoxStream};
 use hyper::{
     HeaderMap, Method, Response, StatusCode,
+    body::Incoming,
     header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue, InvalidHeaderValue},
 };
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
-pub(crate) use tandem_client::{AnswerBody, HttpError, whole};
+pub(crate) use tandem_client::{HttpError, whole};
 use tandem_process::Secret;
 use tokio::time::{Instant, timeout};
 
@@ -93,7 +94,7 @@ impl EngineHttp {
         path: &str,
         headers: &[(&'static str, String)],
         json: Option<Vec<u8>>,
-    ) -> Result<Response<AnswerBody>, HttpError> {
+    ) -> Result<Response<Incoming>, HttpError> {
         let json = Bytes::from(json.unwrap_or_default());
         let key = self.key.as_ref().map(|key| key.header());
         let answer = self.send_once(method.clone(), path, headers, json.clone(), key.clone()).await?;
@@ -114,7 +115,7 @@ impl EngineHttp {
         headers: &[(&'static str, String)],
         json: Bytes,
         key: Option<HeaderValue>,
-    ) -> Result<Response<AnswerBody>, HttpError> {
+    ) -> Result<Response<Incoming>, HttpError> {
         let mut all = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
         all.extend(key.map(|key| (AUTHORIZATION, key)));
         for (name, value) in headers {
@@ -145,7 +146,7 @@ impl EngineHttp {
 }
 
 /// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.
-pub(crate) fn events(answer: Response<AnswerBody>) -> impl Stream<Item = Result<String, HttpError>> + Send {
+pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, HttpError>> + Send {
     tandem_client::events(answer, ANSWER_MAX)
 }
 

@@ -497,4 +497,4 @@ impl SampleRun<'_> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

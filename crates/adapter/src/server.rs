@@ -298,7 +298,7 @@ async fn check_health(
 mod tests {
     use super::*;
     use crate::{
-        ServerFailed, ServerSettings, engine_load::LoadShare, http::testing::serve, kv_events::KvEvents,
+        ServerFailed, ServerSettings, engine_load::LoadShare, http::testing::serve, job, kv_events::KvEvents,
         llama_cpp::LlamaCppSettings, sglang::SglangSettings, vllm::VllmSettings,
     };
     use parking_lot::Mutex;
@@ -317,7 +317,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn requests_are_reported_at_once_and_generated_tokens_together() {
-        let shared = AdapterState::for_tests();
+        let shared = job::tests::shared();
         let mut batches = shared.watch().expect("the engine has not ended").batches;
         let requests = async {
             let work = LoadShare::new(&shared.engine_load, "a".to_owned(), 1, (1, 1));

@@ -162,28 +162,3 @@ impl AdapterState {
         Load { in_use_blocks: in_use, cached_blocks: cached, free_blocks: capacity - in_use - cached, ..load }
     }
 }
-
-#[cfg(test)]
-use {
-    crate::{mirror::MirrorSettings, slots::SlotLimits},
-    tandem_kv::HashKey,
-};
-
-#[cfg(test)]
-impl AdapterState {
-    /// Returns the state of an engine whose model has a vocabulary of 10 tokens and a context of 100. It has room for one request.
-    pub(crate) fn for_tests() -> Arc<Self> {
-        let mirror = Mirror::new(MirrorSettings {
-            hash_key: HashKey::NONE,
-            block_size: 1,
-            engine_block_size: 1,
-            device_blocks: 100,
-            hits_are_reported: false,
-            store: None,
-            engine_blocks_max: 0,
-        });
-        let info = EngineInfo { vocab_size: 10, context_length: 100, block_size: 1, capacity_blocks: 100, block_bytes: 0 };
-        let slots = Slots::new(SlotLimits { running: 1, blocks: 100, waiting: 1 });
-        Arc::new(Self::new(info, slots, mirror.expect("the block sizes are equal"), false))
-    }
-}

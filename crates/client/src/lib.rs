@@ -1,36 +1,33 @@
 //! An HTTP/1.1 client of one server, with TLS. It bounds the size of each answer, and of each event in a stream of server-sent events.
 
-mod connection;
 mod events;
 
-pub use connection::AnswerBody;
-
 use bytes::Bytes;
-use connection::Connections;
 use events::EventReader;
 use futures::{Stream, StreamExt, stream};
 use http_body_util::{BodyExt, BodyStream, Full, Limited};
-use hyper::{
-    HeaderMap, Method, Request, Response, Uri,
-    header::{HOST, HeaderValue},
+use hyper::{HeaderMap, Method, Request, Response, Uri, body::Incoming};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::{TokioExecutor, TokioTimer},
 };
-use hyper_rustls::HttpsConnectorBuilder;
-use hyper_util::client::legacy::connect::HttpConnector;
 use rustls::{
     ClientConfig, RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
 };
 use std::{error::Error, future::ready, sync::Arc, time::Duration};
 
+/// The time after which an idle connection is closed. Servers close idle connections later (uvicorn: after 5 s), so no request is sent on a
+/// connection that the server is closing.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+
 /// The reason why a request has no complete answer.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
-    /// The server cannot be reached.
-    #[error("no connection to the server")]
-    Connect(#[source] Box<dyn Error + Send + Sync>),
-    /// The connection was lost before the answer began.
+    /// The server cannot be reached, or the connection was lost before the answer began.
     #[error("the request received no response")]
-    Request(#[source] hyper::Error),
+    Request(#[from] hyper_util::client::legacy::Error),
     /// The connection was lost before the answer was complete.
     #[error("the connection was closed in the middle of the response")]
     Body(#[from] hyper::Error),
@@ -50,8 +47,11 @@ impl HttpError {
     /// answer.
     pub fn cannot_have_ended_the_server(&self) -> bool {
         match self {
-            Self::Request(error) => error.is_parse(),
-            Self::Connect(_) | Self::TooLong(_) | Self::Event(_) => true,
+            Self::Request(error) => {
+                let reason = error.source().and_then(|source| source.downcast_ref::<hyper::Error>());
+                error.is_connect() || reason.is_some_and(hyper::Error::is_parse)
+            }
+            Self::TooLong(_) | Self::Event(_) => true,
             Self::Body(_) | Self::Timeout(_) => false,
         }
     }
@@ -65,12 +65,10 @@ pub struct InvalidUrl;
 /// A client of one server. It is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct HttpClient {
-    connections: Connections,
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
     /// The beginning of every URL: the scheme, the authority and a path prefix without a slash at its end.
     base: Arc<str>,
     host: Arc<str>,
-    /// The header with the host and the port.
-    authority: HeaderValue,
 }
 
 impl HttpClient {
@@ -91,9 +89,9 @@ impl HttpClient {
         connector.set_connect_timeout(Some(connect_timeout));
         let connector =
             HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1().wrap_connector(connector);
-        let authority = uri.authority().map_or("", |authority| authority.as_str());
-        let authority = authority.rsplit_once('@').map_or(authority, |(_, place)| place).try_into().map_err(|_| InvalidUrl)?;
-        Ok(Self { base: url.trim_end_matches('/').into(), host, authority, connections: Connections::new(connector, uri) })
+        let client =
+            Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE_TIMEOUT).build(connector);
+        Ok(Self { client, base: url.trim_end_matches('/').into(), host })
     }
 
     /// The server's address, without a slash at its end.
@@ -117,14 +115,12 @@ impl HttpClient {
         path: &str,
         headers: HeaderMap,
         body: Bytes,
-    ) -> Result<Response<AnswerBody>, HttpError> {
-        let uri: Uri = format!("{}{path}", self.base).parse().expect("a checked address and a path are a URI");
+    ) -> Result<Response<Incoming>, HttpError> {
         let mut request = Request::new(Full::new(body));
         *request.method_mut() = method;
-        *request.uri_mut() = uri.into_parts().path_and_query.map_or_else(Uri::default, Uri::from);
+        *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a path are a URI");
         *request.headers_mut() = headers;
-        request.headers_mut().insert(HOST, self.authority.clone());
-        self.connections.send(request).await
+        Ok(self.client.request(request).await?)
     }
 }
 
@@ -145,7 +141,7 @@ pub fn authorities(pem: Option<&[u8]>) -> Result<RootCertStore, String> {
 ///
 /// # Errors
 /// Fails if the body is longer, or if the connection is lost.
-pub async fn whole(answer: Response<AnswerBody>, max: usize) -> Result<Bytes, HttpError> {
+pub async fn whole(answer: Response<Incoming>, max: usize) -> Result<Bytes, HttpError> {
     match Limited::new(answer.into_body(), max).collect().await {
         Ok(body) => Ok(body.to_bytes()),
         Err(error) => Err(error.downcast::<hyper::Error>().map_or(HttpError::TooLong(max), |error| HttpError::Body(*error))),
@@ -153,7 +149,7 @@ pub async fn whole(answer: Response<AnswerBody>, max: usize) -> Result<Bytes, Ht
 }
 
 /// Returns the data of an answer's server-sent events as they arrive. An event has at most `max` bytes. Dropping the stream closes the connection.
-pub fn events(answer: Response<AnswerBody>, max: usize) -> impl Stream<Item = Result<String, HttpError>> + Send {
+pub fn events(answer: Response<Incoming>, max: usize) -> impl Stream<Item = Result<String, HttpError>> + Send {
     let pieces = BodyStream::new(answer.into_body())
         .filter_map(|frame| ready(frame.map_err(HttpError::from).map(|frame| frame.into_data().ok()).transpose()));
     events_of(pieces, max)

@@ -3,10 +3,11 @@
 use bytes::Bytes;
 use hyper::{
     HeaderMap, Method, Response, StatusCode,
+    body::Incoming,
     header::{CONTENT_TYPE, HeaderValue},
 };
 use std::time::Duration;
-use tandem_client::{AnswerBody, HttpClient, HttpError, authorities, whole};
+use tandem_client::{HttpClient, HttpError, authorities, whole};
 
 /// The time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -71,7 +72,7 @@ impl Http {
     }
 
     /// Sends a POST request with a JSON body. Returns the answer when its head has arrived.
-    pub(crate) async fn post(&self, path: &str, json: Bytes) -> Result<Response<AnswerBody>, HttpError> {
+    pub(crate) async fn post(&self, path: &str, json: Bytes) -> Result<Response<Incoming>, HttpError> {
         let mut headers = self.headers.clone();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         self.client.send(Method::POST, path, headers, json).await
@@ -89,7 +90,7 @@ impl Http {
 }
 
 /// Reads a complete answer.
-async fn read(answer: impl Future<Output = Result<Response<AnswerBody>, HttpError>>) -> Result<serde_json::Value, AnswerError> {
+async fn read(answer: impl Future<Output = Result<Response<Incoming>, HttpError>>) -> Result<serde_json::Value, AnswerError> {
     let reading = async {
         let answer = answer.await?;
         let status = answer.status();

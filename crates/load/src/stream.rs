@@ -5,10 +5,10 @@ use crate::{
     report::{CAUSES_MAX, CachedCount, Failure, FailureClass, Gap, MeasuredAnswer, PrefixTokens},
 };
 use futures::{Stream, StreamExt};
-use hyper::{Response, header::CONTENT_TYPE};
+use hyper::{Response, body::Incoming, header::CONTENT_TYPE};
 use serde::{Deserialize, de::IgnoredAny};
 use std::{collections::BTreeMap, pin::pin, sync::Arc, time::Duration};
-use tandem_client::{AnswerBody, HttpError, events, whole};
+use tandem_client::{HttpError, events, whole};
 use tokio::time::Instant;
 
 /// The maximum number of bytes in the text of one answer, and in the body of a refusal.
@@ -137,7 +137,7 @@ impl StreamChoice {
 }
 
 /// Reads an answer to its end. Times are counted from `start`.
-pub(crate) async fn read(response: Response<AnswerBody>, start: Instant, wanted: &WantedParts) -> Result<Received, Failure> {
+pub(crate) async fn read(response: Response<Incoming>, start: Instant, wanted: &WantedParts) -> Result<Received, Failure> {
     let status = response.status();
     if !status.is_success() {
         let body = whole(response, ANSWER_MAX).await.unwrap_or_default();

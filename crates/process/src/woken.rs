@@ -24,9 +24,6 @@ pub struct Woken<T> {
     waker: Waker,
 }
 
-/// The number of times that a value that wakes itself is polled in turn. Then its task is woken, so that other tasks can run.
-const POLLS_MAX: usize = 2;
-
 struct Wakes {
     is_woken: AtomicBool,
     task: AtomicWaker,
@@ -55,23 +52,16 @@ impl<T> Woken<T> {
         self.wakes.is_woken.load(Acquire)
     }
 
-    fn poll_with<R>(&mut self, context: &mut Context<'_>, mut poll: impl FnMut(&mut T, &mut Context<'_>) -> Poll<R>) -> Poll<R> {
-        for _ in 0..POLLS_MAX {
-            // The task is registered after a poll, so that a value that wakes itself while it is polled does not wake the task.
-            if self.wakes.is_woken.swap(false, AcqRel) {
-                let polled = poll(&mut self.inner, &mut Context::from_waker(&self.waker));
-                if polled.is_ready() {
-                    self.wakes.is_woken.store(true, Release);
-                    return polled;
-                }
-            }
-            self.wakes.task.register(context.waker());
-            if !self.is_woken() {
-                return Poll::Pending;
-            }
+    fn poll_with<R>(&mut self, context: &mut Context<'_>, poll: impl FnOnce(&mut T, &mut Context<'_>) -> Poll<R>) -> Poll<R> {
+        self.wakes.task.register(context.waker());
+        if !self.wakes.is_woken.swap(false, AcqRel) {
+            return Poll::Pending;
         }
-        context.waker().wake_by_ref();
-        Poll::Pending
+        let polled = poll(&mut self.inner, &mut Context::from_waker(&self.waker));
+        if polled.is_ready() {
+            self.wakes.is_woken.store(true, Release);
+        }
+        polled
     }
 }
 
@@ -127,21 +117,5 @@ mod tests {
         waker.replace(noop_waker()).wake();
         assert!(is_woken() && poll(&task_waker) && !poll(&task_waker) && !poll(&task_waker));
         assert_eq!((polls.get(), is_woken()), (5, false));
-    }
-    #[test]
-    fn value_that_wakes_itself_is_polled_twice_and_then_wakes_its_task() {
-        for (wakes_itself, expected) in [(1, (2, false)), (2, (2, true)), (9, (2, true))] {
-            let (mut polls, task) = (0, Arc::new(Wakes { is_woken: AtomicBool::new(false), task: AtomicWaker::new() }));
-            let mut woken = Woken::new(stream::poll_fn(|context| {
-                polls += 1;
-                if polls <= wakes_itself {
-                    context.waker().wake_by_ref();
-                }
-                Poll::<Option<()>>::Pending
-            }));
-            assert!(woken.poll_next_unpin(&mut Context::from_waker(&Waker::from(Arc::clone(&task)))).is_pending());
-            drop(woken);
-            assert_eq!((polls, task.is_woken.load(Acquire)), expected, "{wakes_itself}");
-        }
     }
 }

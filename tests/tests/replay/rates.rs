@@ -74,7 +74,7 @@ async fn answers_without_text_are_left_out() -> Result<()> {
     for every in [2, 1] {
         let answered = AtomicUsize::new(0);
         let fake = Fake::start(fake::Settings::default(), move |body| match body["max_tokens"].as_u64() {
-            Some(2) if answered.fetch_add(1, Relaxed) % every == 0 => Behaviour::Textless(2),
+            Some(2) if answered.fetch_add(1, Relaxed).is_multiple_of(every) => Behaviour::Textless(2),
             Some(tokens) => Behaviour::Tokens(tokens),
             None => Behaviour::Refuse(400),
         })

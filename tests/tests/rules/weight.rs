@@ -12,7 +12,7 @@ const SHORT_LINES: usize = 60;
 
 /// What is counted, and its limit. A limit is lowered when a change stays below it, and raised only with a reason.
 const LIMITS: [(&str, usize); 5] = [
-    ("lines of code", 66_615),
+    ("lines of code", 66_633),
     ("lines of the largest crate", 8_120),
     ("functions longer than 60 lines", 4),
     ("functions with a bool parameter", 33),

@@ -1,14 +1,18 @@
 //! Tests of jobs whose engine sends invalid answers.
 
 use super::*;
-use crate::api::{EngineServer, Instance};
+use crate::{
+    api::{EngineServer, Instance},
+    mirror::{Mirror, MirrorSettings},
+    slots::{SlotLimits, Slots},
+};
 use futures::{
     StreamExt,
     stream::{self, BoxStream},
 };
 use parking_lot::Mutex;
-use tandem_engine::TokenLogprob;
-use tandem_kv::{Namespace, Priority};
+use tandem_engine::{EngineInfo, TokenLogprob};
+use tandem_kv::{HashKey, Namespace, Priority};
 
 /// A server that answers a generation with these chunks, and then sends nothing.
 struct Fake(Mutex<Vec<AnswerChunk>>);
@@ -39,9 +43,25 @@ impl Api for Fake {
     async fn abort(&self, _: &str) {}
 }
 
+/// Returns the state of an engine whose model has a vocabulary of 10 tokens and a context of 100. It has room for one request.
+pub(crate) fn shared() -> Arc<AdapterState> {
+    let mirror = Mirror::new(MirrorSettings {
+        hash_key: HashKey::NONE,
+        block_size: 1,
+        engine_block_size: 1,
+        device_blocks: 100,
+        hits_are_reported: false,
+        store: None,
+        engine_blocks_max: 0,
+    });
+    let info = EngineInfo { vocab_size: 10, context_length: 100, block_size: 1, capacity_blocks: 100, block_bytes: 0 };
+    let slots = Slots::new(SlotLimits { running: 1, blocks: 100, waiting: 1 });
+    Arc::new(AdapterState::new(info, slots, mirror.expect("the block sizes are equal"), false))
+}
+
 /// Returns the events of a generation after a prompt of three tokens.
 async fn events(max_tokens: Option<u32>, chunks: Vec<AnswerChunk>) -> Vec<Event> {
-    let shared = AdapterState::for_tests();
+    let shared = shared();
     let request = Generate {
         request_id: "request".to_owned(),
         account: String::new(),

@@ -11,14 +11,14 @@ use crate::{
         WantedLogprobs,
     },
     calls, failure,
-    http::{self, ANSWER_MAX, AnswerBody, EngineHttp, HttpError, PROMPT_LOGPROBS_MAX},
+    http::{self, ANSWER_MAX, EngineHttp, HttpError, PROMPT_LOGPROBS_MAX},
     served, server,
 };
 use futures::{
     StreamExt,
     stream::{self, BoxStream},
 };
-use hyper::{Method, Response};
+use hyper::{Method, Response, body::Incoming};
 use serde_json::json;
 use std::{borrow::Cow, time::Duration};
 use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
@@ -39,7 +39,7 @@ impl SglangClient {
 }
 
 /// Sends a request. Returns when the head of the answer has arrived; the caller reads the body.
-async fn send(http: &EngineHttp, body: &SglangBody) -> Result<Response<AnswerBody>, EngineFailure> {
+async fn send(http: &EngineHttp, body: &SglangBody) -> Result<Response<Incoming>, EngineFailure> {
     let json = serde_json::to_vec(body).expect("a request body can be serialized");
     let answer = http.send(Method::POST, "/generate", &[], Some(json)).await?;
     if answer.status().is_success() { Ok(answer) } else { Err(failure::read(answer).await) }

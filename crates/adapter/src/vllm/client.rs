@@ -9,13 +9,13 @@ use super::{
 use crate::{
     api::{AnswerChunk, Api, EngineCall, EngineFailure, EngineServer, Exported, Instance, RoomCall, WantedLogprobs},
     calls, failure,
-    http::{self, ANSWER_MAX, AnswerBody, EngineHttp, PROMPT_LOGPROBS_MAX},
+    http::{self, ANSWER_MAX, EngineHttp, PROMPT_LOGPROBS_MAX},
     kv_events::EventSource,
     served::{self, Loras},
     server,
 };
 use futures::{StreamExt, stream::BoxStream};
-use hyper::{Method, Response};
+use hyper::{Method, Response, body::Incoming};
 use serde::Deserialize;
 use serde_json::json;
 use std::{collections::HashMap, sync::Arc, time::Duration};
@@ -117,7 +117,7 @@ impl VllmClient {
     }
 
     /// Sends a generation request. Returns when the head of the answer has arrived; the caller reads the body.
-    async fn send(&self, call: &EngineCall, body: &GenerateBody<'_>) -> Result<Response<AnswerBody>, EngineFailure> {
+    async fn send(&self, call: &EngineCall, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
         let json = serde_json::to_vec(body).expect("a request body can be serialized");
